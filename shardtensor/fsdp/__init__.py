@@ -1,4 +1,4 @@
-"""`fully_shard`: parameters that lie in shards and are gathered just in time."""
+"""`fully_shard`: parameters that are sharded over data ranks and gathered just before use."""
 
 import shardtensor.ops  # noqa: F401  (gives ShardedTensor its operations)
 from shardtensor.fsdp.api import fully_shard

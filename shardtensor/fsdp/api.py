@@ -1,4 +1,4 @@
-"""`fully_shard`: the parameters of a module, kept in shards and gathered just in time."""
+"""`fully_shard`: shards the parameters of a module over data ranks and gathers them just before use."""
 
 from __future__ import annotations
 
@@ -45,43 +45,43 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of a module over data ranks; gather them just before it runs, reduce gradients after.
 
-    Call it bottom up: parameters of inner calls stay in their own units, which are gathered by themselves. A list of
-    modules is one unit, gathered when any of them runs. The parameter objects stay and become ShardedTensors, each
-    rank holding one range of the unit; while the module runs it finds whole plain tensors in their place. The module's
-    class becomes one that is also a `FSDPModule`, with torch's methods. All ranks call it, with the same values in the
-    module; they compare names, shapes and options, and send no parameter.
+    Call it bottom up: parameters of inner calls stay in their own units, each of which is gathered separately. A list
+    of modules is one unit, gathered when any of them runs. The parameter objects stay and become ShardedTensors; each
+    rank holds one range of the unit. While the module runs, it holds unsharded plain tensors in their place. The
+    module's class becomes a subclass that is also a `FSDPModule`, with torch's methods. All ranks call it, with the
+    same values in the module; they compare names, shapes and options, and send no parameter.
 
-    All ranks call the units in one order, which they compare while the first pass records it. Later passes send
-    nothing: where ranks call other units then, all raise a CallMismatchError that names the modules and the ranks,
-    within the timeout of the group. A parameter that a rank does not use in its unit's forward counts as zero; so do
-    those of a unit that it skips after the first pass. A rank whose loss reaches no unit runs no backward: others wait.
+    All ranks must call the units in one order, which they compare while the first pass records it. Later passes do not
+    compare it: if ranks call different units then, all raise a CallMismatchError that names the modules and the ranks,
+    within the timeout of the group. A rank that does not use a parameter in its unit's forward, or skips a unit after
+    the first pass, adds a zero gradient. A rank whose loss reaches no unit runs no backward: the others wait for it.
 
     Args:
         module: on any device, the meta device too; parameters of global shape.
-        reshard_after_forward: gather again in backward (True), or keep gathered from forward to backward (False); a
-            number of ranks: keep so much that as many neighbours gather it among themselves. None: True, but for units
-            that hold others and for units of 64 KiB or less.
+        reshard_after_forward: True: gather again in backward. False: keep parameters gathered from forward to backward.
+            A number n: every n consecutive ranks keep the unit sharded among them, and gather from these. None: True,
+            except for units that contain others and for units of 64 KiB or less.
         mp_policy, offload_policy: see `MixedPrecisionPolicy` and `CPUOffloadPolicy`.
         ignored_params: parameters that stay whole and plain on every rank.
-        policy: of the modules inside, make those units first that it says True of, as `ModuleWrapPolicy` does.
-        mesh: the data ranks: a DeviceMesh or a part of one (``mesh["dp"]``), of two axes if the first repeats; a
-            process group; names of axes of the default mesh (``"dp"``, or ``"rep*dp"`` to repeat along the first); None
-            for the default group. Parameters that are sharded over other axes of the same mesh, as in tensor
-            parallelism, are sharded further: `[tp, -] flat(dp)`. DTensors, as of torch's ``parallelize_module(module,
-            mesh["tp"], plan)``, are replaced by ShardedTensors; while the module runs it finds DTensors as before.
+        policy: first makes units of the modules inside for which it returns True, as `ModuleWrapPolicy` does.
+        mesh: the data ranks: a DeviceMesh or a part of one (``mesh["dp"]``), of two axes to replicate along the first;
+            a process group; names of axes of the default mesh (``"dp"``, or ``"rep*dp"`` to replicate along the first);
+            None for the default group. Parameters that are sharded over other axes of the same mesh, as in tensor
+            parallelism, are sharded further: `[tp, -] flat(dp)`. DTensors, as from torch's ``parallelize_module(module,
+            mesh["tp"], plan)``, are replaced by ShardedTensors; while the module runs, it holds DTensors as before.
         shard_placement_fn: how a parameter is sharded over the data ranks. None or ``"flat(dp)"``: a range ends
             anywhere; ``"flat(dp, unit=row)"`` or torch's ``Shard(0)``: between rows; ``"flat(dp, unit=16)"``: at
             multiples of 16 elements; ``Shard(d)``: between slices of dim d; ``"only(dp, 1)"``: data rank 1 has all.
-        find_unused: settle in each backward which parameters any rank used, so that those have a gradient on all ranks
-            and no others do; the host waits for it. Else ranks are taken to use the same, and where they did not, the
-            next step raises a RuleError that names the parameters.
+        find_unused: exchange in each backward which parameters each rank used, so that those that any rank used, and no
+            others, have a gradient on all ranks; the host waits for it. Otherwise all ranks must use the same
+            parameters; if they do not, the next step raises a RuleError that names the parameters.
 
     Returns:
         `module`.
 
     Raises:
-        LayoutError: (a ValueError) a module that is sharded already, a parameter of another unit, a mesh that does not
-            fit. Nothing has changed.
+        LayoutError: (a ValueError) a module is sharded already, a parameter belongs to another unit, or the mesh does
+            not fit. Nothing has changed.
         DisagreementError: (a ValueError) ranks passed other parameters or options. Nothing has changed.
 
     Example:
@@ -109,7 +109,7 @@ def fully_shard(
     return module
 
 
-fully_shard.state = state_of  # type: ignore[attr-defined]  # torch's name for what a module's sharding is kept in
+fully_shard.state = state_of  # type: ignore[attr-defined]  # torch's name for the function that returns the state
 
 
 def _shard_one(
@@ -184,7 +184,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
 
 
 def _params_info(modules: Sequence[nn.Module], ignored: set[int]) -> list[ParamInfo]:
-    """The parameters that no inner unit has taken, each once, in name order as modules give it."""
+    """Return the parameters that are in no inner unit, each once, sorted by `name_order`."""
     found: dict[int, ParamInfo] = {}
     roots = [(module, f"{i}." if len(modules) > 1 else "") for i, module in enumerate(modules)]
     for prefix, owner in dict.fromkeys(item for module, start in roots for item in _own_modules(module, start)):
@@ -197,7 +197,7 @@ def _params_info(modules: Sequence[nn.Module], ignored: set[int]) -> list[ParamI
 
 
 def _placement(info: ParamInfo, data_mesh: DataMesh, placement: Callable[[nn.Parameter], Any] | None) -> ShardPlacement:
-    """How a parameter is to be sharded over the data ranks."""
+    """Return how to shard a parameter over the data ranks."""
     if placement is None:
         return ANYWHERE
     shape, tp_spec = tuple(info.values.shape), info.tp_spec
@@ -225,9 +225,9 @@ def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Modul
 
 
 def _groups(params_info: list[ParamInfo]) -> list[list[ParamInfo]]:
-    """Parameters that are gathered and reduced as one: alike in dtype, frozen or not.
+    """Return the parameter groups, each gathered and reduced as one: of one dtype, and all frozen or all trained.
 
-    One of which ranks compute with parts of different sizes is by itself, but where one rank holds all of it.
+    A parameter whose parts differ in size between ranks gets its own group, unless one rank holds all of it.
     """
     alone = [id(info) if info.is_alone and info.placement.owner is None else None for info in params_info]
     groups = parameter_groups(

@@ -1,9 +1,9 @@
-"""What autograd sees of a fully sharded module: version counters of parameters, and hooks on outputs.
+"""Version counters of unsharded parameters, by which autograd detects stale values, and outputs in reused memory.
 
-Modules compute with views of memory that modules use in turns. While a module's values are there, the counters of its
-views are at the number of these values (`next_generation`); while they are not, at the module's number for that.
-Autograd compares the counter of a saved tensor when a backward uses it, so it refuses one without its values, however
-the backward got there, and at no cost for an operation. The error then names the module: see `explained`.
+Modules compute with views of buffers that they use in turns. While a buffer has a module's values, the version counters
+of its views are at the generation of these values (`next_generation`); otherwise at the module's `absent` number.
+Autograd compares the counter of a saved tensor when a backward uses it, so it refuses one whose values are gone, on
+every path to that backward and at no cost for an operation. The error then names the module: see `explained`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from shardtensor.tensor.trees import map_tensors, tensors_in
 
 
 class Owner(Protocol):
-    """Whose parameters they are, as errors name it, and the counters of these."""
+    """The state that owns parameters: its title for errors, and their version counters."""
 
     versions: Versions
 
     @property
     def title(self) -> str:
-        """The module, for messages."""
+        """The name of the module in error messages."""
 
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
-_SPACE = 64  # between generations; autograd counts a user's writes to a gathered parameter from there
-_generations = count(1 << 20, _SPACE)  # above what the counters of other tensors come to
+_SPACE = 64  # between generations; a user's writes to a gathered parameter increase its counter
+_generations = count(1 << 20, _SPACE)  # larger than the counters of other tensors get
 _absences = count(1 << 31)  # counters have 32 bits
 _REFUSAL = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);")
 
@@ -43,16 +43,16 @@ _owners: WeakSet[Owner] = WeakSet()
 
 
 def next_generation() -> int:
-    """Return a new number for values of parameters; no other values have it."""
+    """Return a new number for the present values of parameters; no other values have it."""
     return next(_generations)
 
 
 class Versions:
-    """The counters of one state's unsharded parameters.
+    """The version counters of one state's unsharded parameters.
 
     Attributes:
-        present: where they stand.
-        absent: where they stand while other values are in their memory.
+        present: their current value.
+        absent: their value while other values are in their memory.
     """
 
     def __init__(self, state: Owner, parts: Sequence[torch.Tensor]) -> None:
@@ -63,7 +63,7 @@ class Versions:
         _owners.add(state)
 
     def set(self, version: int) -> None:
-        """Set the counters, by one call of torch."""
+        """Set all counters with one call of torch."""
         if self.present != version:
             self.present = version
             if self._parts:
@@ -74,12 +74,12 @@ class Versions:
         return len(parts) == len(self._parts) and all(map(is_, parts, self._parts))
 
     def has_one_of(self, sizes: Sequence[int]) -> bool:
-        """Whether a tensor of `sizes` may be one of the parameters, or be one with its dims in another order."""
+        """Whether a tensor of `sizes` may be one of the parameters, possibly with its dims in another order."""
         return any(sorted(part.shape) == sorted(sizes) for part in self._parts)
 
 
 class _Engine(torch._C._ImperativeEngine):
-    """Autograd's engine, whose refusal of a parameter that is not gathered names the module."""
+    """Autograd's engine; its errors about parameters that are not gathered name the module."""
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -92,13 +92,13 @@ class _Engine(torch._C._ImperativeEngine):
 
 
 def watch_backward() -> None:
-    """Have errors of autograd about gathered parameters explained from now on, in the whole process."""
+    """Replace autograd's engine by one that explains errors about gathered parameters, in the whole process."""
     if not isinstance(Variable._execution_engine, _Engine):
         Variable._execution_engine = _Engine()
 
 
 def explained(error: RuntimeError) -> RuleError | None:
-    """Say why autograd refused a saved parameter of a fully sharded module; None for other errors."""
+    """Return an error with the reason why autograd refused a saved parameter of a unit; None for other errors."""
     found = _REFUSAL.search(str(error)) if type(error) is RuntimeError else None
     if found is None:
         return None
@@ -125,7 +125,7 @@ def explained(error: RuntimeError) -> RuleError | None:
 
 
 def written_too_early(params_info: Iterable[Any]) -> RuleError:
-    """The refusal of a backward whose parameters are no longer those of the forward."""
+    """Return the error for a backward whose parameters were written since the forward."""
     return _written({"parameters": ", ".join([info.name for info in params_info][:4])})
 
 
@@ -138,16 +138,16 @@ def _written(facts: Mapping[str, Any]) -> RuleError:
 
 
 def not_in_buffer(output: Any, memory: range, state: Owner) -> Any:
-    """Copy those tensors of `output` that lie in `memory`, which other values come to when the unit has run.
+    """Copy the tensors of `output` that lie in `memory`, which other units overwrite after this one has run.
 
     Args:
         memory: the addresses of the unit's gathered parameters.
-        state: whose module returned `output`.
+        state: of the module that returned `output`.
 
     Raises:
-        RuleError: such a tensor is in an object where it cannot be replaced.
+        RuleError: such a tensor is in an object in which it cannot be replaced.
     """
-    if type(output) is torch.Tensor:  # looked at with as few calls as can be
+    if type(output) is torch.Tensor:  # the common case, with the fewest calls
         try:
             return output.clone() if output.data_ptr() in memory else output
         except RuntimeError:
@@ -168,5 +168,5 @@ def not_in_buffer(output: Any, memory: range, state: Owner) -> Any:
 def _address(x: torch.Tensor) -> int:
     try:
         return int(local_of(x).data_ptr())
-    except RuntimeError:  # it has no memory of its own: sparse, or made by a function transform
+    except RuntimeError:  # it has no memory of its own: it is sparse, or a function transform made it
         return 0

@@ -1,9 +1,9 @@
-"""What is checked before anything moves, and parameters that were replaced or converted since the last forward.
+"""Checks before a module is sharded, and detects parameters that were replaced or converted since the last forward.
 
 A conversion (``module.half()``), ``to_empty``, a load that assigns, ``param.data = ...`` or ``module.weight = ...``
-leaves a module with other parameters, or parameters with local tensors of their own. What is there counts, as for a
-plain module: the group takes it in. What follows for all ranks (other dtypes, other parameters to train) is found from
-what all ranks do alike, never from where memory lies, which differs where a rank holds nothing of a parameter.
+leaves a module with other parameters, or parameters with local tensors of their own. As in a plain module, the present
+values are used: the group is rebuilt over them. Changes that concern all ranks (dtypes, which parameters train) are
+detected from facts that are equal on all ranks, never from addresses, which differ if a rank's shard is empty.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
 def check(modules: Sequence[nn.Module], params_info: Sequence[ParamInfo], policy: MixedPrecisionPolicy) -> None:
-    """Return where the modules' own parameters can become one unit.
+    """Check that the modules' own parameters can become one unit.
 
     Raises:
         LayoutError: (a ValueError) parameters are in another unit already, or have a dtype that has no sum.
-        RuleError: (a RuntimeError) a parameter is held in a way that keeps it as it is.
+        RuleError: (a RuntimeError) a parameter object cannot be changed, because of what refers to it.
     """
     for info in params_info:
         _check_free(modules, info)
@@ -64,7 +64,7 @@ def _check_free(modules: Sequence[nn.Module], info: ParamInfo) -> None:
 
 
 def _name_in(modules: Sequence[nn.Module], other: ParamInfo) -> str:
-    """The name of another unit's parameter, as seen from `modules` if they hold it."""
+    """Return the name of another unit's parameter, relative to `modules` if they contain it."""
     for module in modules:
         for prefix, owner in module.named_modules():
             for home, name in other.homes:
@@ -87,7 +87,7 @@ def _check_dtype(info: ParamInfo, policy: MixedPrecisionPolicy) -> None:
 
 
 def _check_changeable(info: ParamInfo) -> None:
-    """Try to swap the parameter's contents, both ways: what will be done to all of them once all ranks agree."""
+    """Swap the parameter's contents and swap them back: all parameters are swapped after all ranks agree."""
     param: Any = info.param
     for owner, _ in info.homes:
         drop_weak_references(owner, [param])
@@ -100,10 +100,10 @@ def _check_changeable(info: ParamInfo) -> None:
 
 
 def refuse_transform(state: FSDPState) -> None:
-    """Refuse to run a fully sharded module inside of a transform of torch.func, which its gathers cannot follow.
+    """Refuse to run a fully sharded module inside a transform of torch.func, which cannot transform its gathers.
 
     Raises:
-        RuleError: one is active.
+        RuleError: a transform is active.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuleError(
@@ -120,7 +120,7 @@ _changes, _local, _pointer = attrgetter("changes"), attrgetter("_local"), torch.
 
 
 class ParameterWatch:
-    """Whether the parameters of units are still as when this was made; half a microsecond a module to ask."""
+    """Checks whether the parameters of units are unchanged since this was made; half a microsecond for each module."""
 
     def __init__(self, states: Sequence[FSDPState]) -> None:
         self._param_groups = [group for state in states for group in state.param_groups]
@@ -131,7 +131,7 @@ class ParameterWatch:
         self._changes, self._pointers = self._count(), self._point()
 
     def holds(self) -> bool:
-        """Whether nothing has changed but values."""
+        """Whether only values have changed."""
         return (
             self._count() == self._changes
             and all(map(is_, chain.from_iterable(map(dict.values, self._places)), self._held))
@@ -148,19 +148,19 @@ class ParameterWatch:
 def reset_sharded_params(state: FSDPState) -> None:
     """Rebuild the groups of a unit over the parameters that its modules hold now.
 
-    It sends nothing, but that a parameter that was put in place in another layout is laid out anew.
+    It sends nothing, except to redistribute a parameter that was put in place with another layout.
 
     Raises:
-        RuleError: a parameter is gone, has another shape, or dtypes in a group differ.
+        RuleError: a parameter is missing or has another shape, or dtypes in a group differ.
     """
     for group in state.param_groups:
         _reset(group)
 
 
 def reset_if_complete(state: FSDPState) -> None:
-    """Do so already, where what is done to the unit's modules is complete; else the next forward does, or says why not.
+    """Call `reset_sharded_params` if that is possible already; otherwise the next forward does it, or raises.
 
-    It is called after each of the unit's modules was converted or loaded, and another may be still to come.
+    It is called after each of the unit's modules was converted or loaded; others of them may still follow.
     """
     with contextlib.suppress(RuleError):
         reset_sharded_params(state)
@@ -182,7 +182,7 @@ def _reset(group: ParamGroup) -> None:
 
 
 def _present(info: ParamInfo, shape: tuple[int, ...]) -> torch.Tensor:
-    """The parameter that an entry's modules have now, under all its names."""
+    """Return the parameter that the modules have now, and put it under all names of `info`."""
     present = [owner._parameters.get(name) for owner, name in info.homes]
     first = next((param for param in present if param is not info.param), info.param)
     if first is None or any(param is None for param in present):
@@ -215,7 +215,7 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _adopt(group: ParamGroup, i: int, param: Any) -> None:
-    """Take another object as a parameter: a ShardedTensor of any layout, or a whole tensor that all ranks hold."""
+    """Replace parameter `i` of a group by `param`: a ShardedTensor of any layout, or a full tensor on all ranks."""
     old = group.sharded_params[i]
     if not isinstance(param, ShardedTensor) or param._layout != old._layout:
         value = laid_out_as(param, old)
@@ -240,10 +240,10 @@ def _mixed_error(group: ParamGroup) -> RuleError:
 
 
 def check_device(states: Iterable[FSDPState]) -> None:
-    """Refuse to run units whose shards are not where they are gathered.
+    """Refuse to run units whose shards are not on the device of their group.
 
     Raises:
-        LayoutError: they are on the meta device, or on another than that of their group.
+        LayoutError: shards are on the meta device or on another device.
     """
     for state in states:
         for group in state.param_groups:
@@ -265,7 +265,7 @@ def check_device(states: Iterable[FSDPState]) -> None:
 
 
 def after_load(module: nn.Module, keys: Any) -> None:
-    """A hook for after ``load_state_dict``."""
+    """Reset the unit's parameters; a hook that runs after ``load_state_dict``."""
     state = state_of(module)
     if state is not None:
         reset_if_complete(state)

@@ -1,4 +1,4 @@
-"""The gradients of a parameter group: accumulated, packed, summed over the ranks, given to the parameters."""
+"""The gradients of a parameter group: accumulated, packed, summed over the ranks, set on the parameters."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class GroupGradients:
 
     Attributes:
         position: of the group in its model; the same on all ranks.
-        dtype, dtypes: of gradients, and of each parameter's where they differ, else None.
+        dtype, dtypes: of gradients, and of each parameter's gradient if they differ, else None.
         requires_sync: whether backward reduces gradients, or accumulates them on each rank (``no_sync``).
-        all_reduces: with replicas: sum over them in the next backward, or accumulate what one copy's ranks summed.
+        all_reduces: with replicas: sum over them in the next backward, or accumulate the sums of the shard group.
         held: unsharded gradients of the present backward that were not sent yet.
         is_accumulating: whether there are unsharded gradients of earlier backwards.
         hook, stream: `FSDPModule.set_all_reduce_hook`.
-        offload_to: starts to copy this rank's range of a gradient to the CPU; None where it stays.
-        flat_shard: says whether any leaf has hooks.
+        offload_to: starts to copy this rank's range of a gradient to the CPU; None without offloading.
+        flat_shard: records whether any leaf has hooks.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GroupGradients:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all that is accumulated."""
+        """Drop all accumulated gradients."""
         self.held: Grads | None = None
         self.is_accumulating = False
         self._unsharded: list[torch.Tensor | None] = []
@@ -58,7 +58,7 @@ class GroupGradients:
         self._partial_used: list[bool] = []
 
     def over(self, sharded_params: list[ShardedTensor]) -> GroupGradients:
-        """Return the same settings for a copy of the group, with nothing accumulated."""
+        """Return an object with the same settings for a copy of the group, with nothing accumulated."""
         twin = copy.copy(self)
         twin._sharded_params = sharded_params
         twin.forget()
@@ -78,7 +78,7 @@ class GroupGradients:
     # -- before the reduction -----------------------------------------------------------------------------------------
 
     def hold(self, grads: Grads) -> None:
-        """Keep the gradients of unsharded parameters, added to those that are kept."""
+        """Add the gradients of unsharded parameters to those that are kept, until they are packed."""
         if not self.requires_sync:
             self._accumulate(grads)
         elif self.held is None:
@@ -87,7 +87,7 @@ class GroupGradients:
             self.held = [a if b is None else b if a is None else a + b for a, b in zip(self.held, grads, strict=True)]
 
     def _accumulate(self, grads: Grads) -> None:
-        """Add gradients in the dtype of reductions where that is wider than theirs."""
+        """Add gradients, in the dtype of reductions if that is wider than theirs."""
         if not self._unsharded:
             self._unsharded, self._is_own, self.is_accumulating = [None] * len(grads), [False] * len(grads), True
         for i, grad in enumerate(grads):
@@ -99,12 +99,12 @@ class GroupGradients:
                 self._unsharded[i], self._is_own[i] = wide, wide is not grad
             elif self._is_own[i]:
                 kept.add_(wide)
-            else:  # autograd may have given the same tensor to others
+            else:  # autograd may have passed the same tensor to other nodes too
                 self._unsharded[i], self._is_own[i] = kept + wide, True
 
     @property
     def are_waiting(self) -> bool:
-        """Whether gradients of earlier backwards wait for a reduction."""
+        """Whether gradients of earlier backwards are not reduced yet."""
         return self.is_accumulating or self._partial is not None
 
     @property
@@ -114,16 +114,16 @@ class GroupGradients:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of an input buffer, and of the output behind it."""
+        """The bytes of an input buffer, with the output behind it on devices other than cuda."""
         count = self._bucket.total + (0 if self.data_mesh.whole.device_type == "cuda" else self._bucket.chunk)
         return count * self.reduce_dtype.itemsize
 
     def input_buffer(self, memory: torch.Tensor) -> GradientBuffer:
-        """Return the input buffer in `memory`, bytes."""
+        """Return the input buffer in `memory`, a tensor of bytes."""
         return self._bucket.gradient_buffer(memory[: self.input_bytes].view(self.reduce_dtype))
 
     def pack(self, buffer: GradientBuffer) -> list[bool]:
-        """Copy all gradients that wait into a buffer, zeros for parameters that have none.
+        """Copy all gradients that are not reduced yet into a buffer, zeros for parameters that have none.
 
         Returns:
             which parameters have one.
@@ -138,20 +138,20 @@ class GroupGradients:
         return used
 
     def reduce(self, buffer: GradientBuffer) -> Pending:
-        """Start to sum packed gradients over the ranks of one copy."""
+        """Start to reduce-scatter packed gradients over the shard group."""
         return self.data_mesh.reduce.reduce_scatter_into(buffer.summed, buffer.packed)
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
     def receive(self, summed: torch.Tensor, used: list[bool]) -> torch.Tensor | None:
-        """Make this rank's range of the sum a new gradient, or add it to the one that is there; return it.
+        """Return this rank's range of the sum as a new gradient, or added to the existing flat one.
 
         Args:
-            summed: the sum over the ranks of one copy; overwritten.
-            used: which parameters have a gradient; changed where accumulated sums have others.
+            summed: the sum over the shard group; overwritten.
+            used: which parameters have a gradient; updated if accumulated sums have gradients of others.
 
         Returns:
-            None where the sum is kept until a later backward sums it over the replicas.
+            None if the sum is kept until a later backward sums it over the replicas.
         """
         scale = self._scale
         replicate = self.data_mesh.replicate
@@ -161,7 +161,7 @@ class GroupGradients:
             summed.mul_(scale)
             self._run_hook(summed)
             scale = 1.0
-        grad = None if self.flat_shard.has_hooks else self._flat_gradient()  # hooks see each sum by itself
+        grad = None if self.flat_shard.has_hooks else self._flat_gradient()  # hooks get each sum alone
         if self.offload_to is not None:
             averaged = summed.mul_(scale).to(self.dtype)
             return self.offload_to(averaged) if grad is None else grad.add_(averaged.cpu())
@@ -193,9 +193,9 @@ class GroupGradients:
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def _flat_gradient(self) -> torch.Tensor | None:
-        """The flat tensor that the gradients of all parameters are views of, if it is there still.
+        """Return the flat tensor that the gradients of all parameters are views of, or None.
 
-        Nothing but those views keeps it: its memory is freed with them.
+        Only those views refer to it: its memory is freed with them.
         """
         grads = [sharded._local.grad for sharded in self._sharded_params]
         whole = grads[0]._base if grads[0] is not None else None
@@ -204,7 +204,7 @@ class GroupGradients:
         return None if any([grad is None or grad._base is not whole for grad in grads]) else whole
 
     def attach(self, grad: torch.Tensor, used: Sequence[bool]) -> None:
-        """Make this rank's range the gradients of the parameters that were used, and run the hooks of those."""
+        """Set the gradients of the parameters that were used to views of this rank's range; run their hooks."""
         shards = None
         for i, (sharded, is_used) in enumerate(zip(self._sharded_params, used, strict=True)):
             leaf = sharded._local
@@ -216,10 +216,10 @@ class GroupGradients:
             if own is None:
                 leaf.grad = shard if self.dtypes is None else shard.to(self.dtypes[i])
             else:
-                own.add_(shard)  # the user's own, or of a time when others had none
+                own.add_(shard)  # a gradient that the user set, or one from when other parameters had none
 
     def run_hooks(self, used: Sequence[bool]) -> None:
-        """Run the hooks for after the accumulation of a gradient."""
+        """Run the post-accumulate-grad hooks of the parameters that were used."""
         for sharded, is_used in zip(self._sharded_params, used, strict=True):
             hooks: Any = sharded._local._post_accumulate_grad_hooks
             for hook in list((hooks or {}).values()) if is_used else ():
@@ -227,7 +227,7 @@ class GroupGradients:
 
 
 def _hooked(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return what the hooks on the gradient of a leaf make of `grad`."""
+    """Return `grad` after the hooks on the gradient of a leaf."""
     for hook in list((leaf._backward_hooks or {}).values()):
         changed = hook(grad)
         grad = grad if changed is None else changed

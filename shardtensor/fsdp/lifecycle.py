@@ -1,4 +1,4 @@
-"""Deep copies of fully sharded modules, what undoes `fully_shard`, and what frees the memory that it gathers into."""
+"""Deep copies fully sharded modules, undoes `fully_shard`, and frees the memory that modules are gathered into."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from shardtensor.fsdp.state import FSDPState, plain_class, state_of, states_in
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return an independent copy of a fully sharded module: own parameters, in ranges of their own; ties stay ties.
+    """Return an independent copy of a fully sharded module, with its own parameters and shards; ties stay ties.
 
     The recorded execution order is not copied: the first forward of the copy records it anew, on all ranks.
     """
     twin = object.__new__(type(module))
     memo[id(module)] = twin
     kind: Any = plain_class(module)
-    is_by_itself = hasattr(kind, "__deepcopy__") or not hasattr(kind, "__getstate__")  # parametrized modules, for one
+    is_by_itself = hasattr(kind, "__deepcopy__") or not hasattr(kind, "__getstate__")  # such as parametrized modules
     state = vars(module) if is_by_itself else module.__getstate__()
     state = copy.deepcopy({**state, "_fsdp_state": vars(module)["_fsdp_state"]}, memo)
     twin.__setstate__(state)
@@ -66,9 +66,9 @@ FSDPState.__deepcopy__ = copy_state  # type: ignore[attr-defined]
 
 
 def release(module: nn.Module) -> None:
-    """Take `fully_shard` off a module and all modules in it. Sends nothing; called between passes, on all ranks.
+    """Undo `fully_shard` on a module and all modules in it. Sends nothing; all ranks call it, between passes.
 
-    Parameters are no longer gathered: `ShardedTensor.full_tensor` gives their values, and gradients stay beside them.
+    Parameters are no longer gathered: `ShardedTensor.full_tensor` returns their values. Parameters keep gradients.
 
     Example:
         >>> from shardtensor.fsdp import FSDPModule, fully_shard
@@ -97,12 +97,12 @@ def _release_state(state: FSDPState) -> None:
 def free_gathered(module: nn.Module) -> None:
     """Free the memory that units of a module are gathered into, and that their gradients are reduced in.
 
-    It stays from pass to pass otherwise: call this after evaluation, say, to have it for something else. The next
-    forward makes it anew. Sends nothing; called on the outermost fully sharded module, between passes, on all ranks.
+    Otherwise it stays allocated from pass to pass: call this, for example, after evaluation. The next forward allocates
+    it anew. Sends nothing; all ranks call it on the outermost fully sharded module, between passes.
 
     Raises:
-        RuleError: a forward or a backward is going on, or a graph has saved what lies in that memory. Nothing has
-            changed. A graph that saved nothing there raises at its own backward.
+        RuleError: a forward or a backward is running, or a graph has saved a tensor in that memory. Nothing has
+            changed. A graph that saved none there raises in its own backward.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""`FSDPModule`: what a fully sharded module is besides what it was. METHODS.md lists its methods beside torch's."""
+"""`FSDPModule`: the base class of fully sharded modules. METHODS.md compares its methods with torch's."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from shardtensor.fsdp.state import SHARDED, FSDPState, state_of, states_in
 class FSDPModule:
     """The base that `fully_shard` gives a module's class.
 
-    Its methods have the names and the meaning of those of ``torch.distributed.fsdp.FSDPModule``. They are called on
-    all ranks alike, between forward and backward passes where they say nothing else, and send nothing themselves
-    except where they say so. What they set holds from the next forward or backward on.
+    Its methods have the names and the meaning of those of ``torch.distributed.fsdp.FSDPModule``. All ranks call them
+    alike. Unless a method's docstring says otherwise, call it between forward and backward passes, and it sends
+    nothing. Options take effect from the next forward or backward on.
     """
 
     _fsdp_state: FSDPState
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the class as it was: slices of containers call their class, and are not sharded."""
+        """Make a module of the original class: a slice of a container calls its class, and is not sharded."""
         return cls.__mro__[2](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ class FSDPModule:
         return twin
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        """Return an independent copy, as fully sharded as this, on the same ranks. It sends nothing."""
+        """Return an independent copy, fully sharded over the same ranks. It sends nothing."""
         return deep_copy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -64,12 +64,12 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters now, so that its next forward need not. Collective; not recursive.
 
-        The module goes on to show its sharded parameters, and a write to them before the forward shows: the forward
-        then gathers again. All ranks write alike. Gathered parameters stay until the backward of that forward, or
-        until ``reshard()``.
+        The module still shows its sharded parameters. If they are written before the forward, which all ranks must do
+        alike, the forward gathers again. Gathered parameters stay until the backward of that forward, or until
+        ``reshard()``.
 
         Args:
-            async_op: return at once; the forward waits for the gather, or the handle does.
+            async_op: return at once; the forward, or ``wait()`` of the handle, waits for the gather.
 
         Example:
             >>> from shardtensor.fsdp import fully_shard
@@ -87,18 +87,18 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Have this module's own parameters gathered anew before their next use. Not recursive; sends nothing."""
+        """Make the next use of this module's own parameters gather them again. Not recursive; sends nothing."""
         state = self._fsdp_state
         if state.runtime is not None:
             state.runtime.reshard(state)
 
     def reset_iter_state(self) -> None:
-        """Forget what a forward or backward left that raised, and gradients that wait for a reduction.
+        """Reset the state that a forward or backward left when it raised, and drop accumulated gradients.
 
-        The next forward does the first by itself; call this to give up gradients that were accumulated, too.
+        The next forward resets the state by itself; call this to drop the accumulated gradients too.
 
         Raises:
-            RuleError: another fully sharded module holds this one; it is to be called on that.
+            RuleError: another fully sharded module contains this one; call it on the outermost one.
         """
         state = self._fsdp_state
         if state.runtime is None:
@@ -115,7 +115,7 @@ class FSDPModule:
         """Free gathered parameters after forward and gather them again for backward, or keep them.
 
         Raises:
-            LayoutError: (a ValueError) it is not a bool. Give a number of ranks to `fully_shard`.
+            LayoutError: (a ValueError) it is not a bool. Pass a number of ranks to `fully_shard`.
         """
         if not isinstance(reshard_after_forward, bool):
             raise LayoutError(
@@ -128,9 +128,9 @@ class FSDPModule:
                 _is_changed(state)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Free gathered parameters after backward, or keep them for the next forward, as long as nobody writes to them.
+        """Free gathered parameters after backward, or keep them for the next forward, unless they are written.
 
-        Keeping them saves gathers while gradients accumulate. A forward after an optimizer's step gathers in any case.
+        Keeping them saves gathers while gradients accumulate. A forward after an optimizer step always gathers.
         """
         for state in _states(self, recurse):
             if state.keeps_after_backward is reshard_after_backward:
@@ -138,15 +138,15 @@ class FSDPModule:
                 _is_changed(state)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather ahead as many modules as the list has, while this one runs forward; without a call, one.
+        """Gather ahead as many modules as the list has, while this one runs forward; the default is one.
 
-        They are gathered in the order of their use, which all ranks know after the first forward, whatever the order
-        of the list. Each module more takes memory for one gathered module.
+        They are gathered in the order of their use, which the first forward records, whatever the order of the list.
+        Each additional module takes memory for one gathered module.
         """
         self._set_prefetch(0, modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather ahead as many modules as the list has, while this one runs backward; without a call, one."""
+        """Gather ahead as many modules as the list has, while this one runs backward; the default is one."""
         self._set_prefetch(1, modules)
 
     def _set_prefetch(self, direction: int, modules: Sequence[Any]) -> None:
@@ -157,9 +157,9 @@ class FSDPModule:
             _is_changed(self._fsdp_state)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Say that this module's backward needs no parameters (False), which saves a gather.
+        """Set whether this module's backward gathers its parameters; False saves a gather if it does not need them.
 
-        It has an effect where that can be verified: for a module whose parameters are all of embeddings.
+        False has an effect only where that can be verified: for a module whose parameters are all of embeddings.
         """
         state = self._fsdp_state
         skips = not unshard_in_backward and state.is_lookup
@@ -170,23 +170,23 @@ class FSDPModule:
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Reduce gradients in the backwards to come, or let them add up on each rank (``no_sync``).
+        """Reduce gradients in the next backwards, or accumulate them on each rank (``no_sync``).
 
-        Gradients that are not reduced are kept whole, in ``reduce_dtype`` where that is wider, and are no parameter's
-        ``.grad`` yet; the next backward that reduces takes them along.
+        Gradients that are not reduced are kept unsharded, in ``reduce_dtype`` if that is wider, and are in no
+        parameter's ``.grad`` yet; the next backward that reduces includes them.
         """
         for state in _states(self, recurse):
             for group in state.param_groups:
                 group.gradients.requires_sync = group.gradients.all_reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With copies of the shards (a mesh of two axes): sum over the copies, too, or let one copy's sums add up."""
+        """On a mesh of two axes: all-reduce over the replicas too, or accumulate the sums of each shard group."""
         for state in _states(self, recurse):
             for group in state.param_groups:
                 group.gradients.all_reduces = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is a step's last. It changes nothing: each backward leaves all in order."""
+        """Do nothing: each backward ends its reductions, whether it is the last of a step or not."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients of this module's own parameters by `factor`, not by the number of ranks.
@@ -200,20 +200,20 @@ class FSDPModule:
             group.gradients.divide_by(float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """`set_gradient_divide_factor` by its old name."""
+        """Call `set_gradient_divide_factor`, whose old name this is."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Call `hook` with this rank's range of each averaged gradient, flat, before it becomes the parameters'.
+        """Call `hook` with this rank's range of each averaged gradient, flat, before it is set on the parameters.
 
-        What it writes there, such as a sum over ranks that the mesh does not have, is what the parameters get.
+        The parameters get the values that the hook writes there, such as a sum over ranks that the mesh does not have.
 
         Args:
             hook: takes a tensor of ``reduce_dtype``.
             stream: the cuda stream it runs in; None for that of the reduction.
 
         Raises:
-            LayoutError: (a ValueError) `stream` is given, and the mesh has copies.
+            LayoutError: (a ValueError) `stream` is given, and the mesh has replicas.
         """
         state = self._fsdp_state
         if stream is not None and state.data_mesh.replicate is not None:
@@ -225,7 +225,7 @@ class FSDPModule:
             group.gradients.hook, group.gradients.stream = hook, stream
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the gathers of the next forward wait for `event`, too; then it is forgotten.
+        """Make the gathers of the next forward also wait for `event`; later ones do not.
 
         They wait for all work before that forward in any case.
         """
@@ -233,16 +233,16 @@ class FSDPModule:
         state.found_runtime().post_optim_event = event
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Use sums only as reductions. That is so in any case."""
+        """Do nothing: all reductions are sums already."""
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Reduce zeros for parameters that a rank did not use. That is so in any case, for what any rank uses."""
+        """Do nothing: a rank already sends zeros for a parameter that it did not use and any other rank used."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Have so many reductions on their way at a time, each with a buffer for packed gradients; 2 at least.
+        """Set how many reductions may be pending at a time, each with a buffer for packed gradients; at least 2.
 
         Raises:
-            TypeError: it is no int.
+            TypeError: it is not an int.
             LayoutError: (a ValueError) it is below 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
@@ -254,43 +254,43 @@ class FSDPModule:
                 state.reductions_ahead = max_input_buffers
                 _is_changed(state)
 
-    # -- what torch's has and this has not ----------------------------------------------------------------------------
+    # -- methods of torch that are not supported or do nothing here ---------------------------------------------------
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Give reductions a communicator of their own. On NCCL they have one; elsewhere none is needed."""
+        """Do nothing: on NCCL reductions have a communicator of their own; other backends need none."""
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Refused: gathers go into fixed memory of the library's own."""
+        """Raise RuleError: all-gathers write to fixed buffers of the library."""
         _refuse("set_custom_all_gather", "use set_modules_to_forward_prefetch to set how far gathers run ahead")
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Refused: gradients are packed into fixed memory of the library's own."""
+        """Raise RuleError: gradients are packed into fixed buffers of the library."""
         _refuse("set_custom_reduce_scatter", "use set_all_reduce_hook for a sum over more ranks")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refused where `enable` is True: memory is made once and stays, it is not allocated for each collective."""
+        """Raise RuleError if `enable` is True: buffers are allocated once, not for each collective."""
         if enable:
             _refuse("set_allocate_memory_from_process_group_for_comm", "leave it out; buffers are fixed already")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Refused, as `set_allocate_memory_from_process_group_for_comm` is."""
+        """Raise RuleError, as `set_allocate_memory_from_process_group_for_comm` does."""
         _refuse("set_symm_mem_for_comm", "leave it out; buffers are fixed already")
 
 
 class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns."""
+    """The handle that ``unshard(async_op=True)`` returns."""
 
     def __init__(self, state: FSDPState) -> None:
         self._state = state
 
     def wait(self) -> None:
-        """Let what the caller does next find the parameters gathered."""
+        """Wait until the parameters are gathered; on cuda only the caller's stream waits."""
         if self._state.sharded_state is not SHARDED:
             self._state.wait()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let `module` be gathered around another method as it is around ``forward``; nothing for other modules.
+    """Gather `module` around another method as around ``forward``; do nothing if it is not fully sharded.
 
     Args:
         module: one that `fully_shard` was called on.
@@ -317,7 +317,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 class _Around:
-    """A method of a fully sharded module, with the module gathered around it."""
+    """Calls a method of a fully sharded module with its parameters gathered, as its forward is called."""
 
     def __init__(self, module: FSDPModule, name: str) -> None:
         self._module, self.__name__ = module, name
@@ -341,9 +341,9 @@ class _Around:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Let modules that no common one holds share streams and their memory, in torch's FSDP; here nothing is to be done.
+    """Check the modules and do nothing else. In torch's FSDP it makes modules without a common root share streams.
 
-    Gathered parameters and packed gradients lie in memory that is made once, so streams do not make it fall apart.
+    Gathered parameters and packed gradients lie in buffers that are allocated once, so streams cannot fragment memory.
 
     Raises:
         LayoutError: (a ValueError) a module is not fully sharded.
@@ -378,7 +378,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a fully sharded module that was of class `kind`."""
+    """Return the class of a fully sharded module that was of class `kind`."""
     if kind not in _CLASSES:
         _CLASSES[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
     return _CLASSES[kind]

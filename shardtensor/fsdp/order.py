@@ -1,9 +1,9 @@
-"""The order in which units are gathered in a pass: recorded in the first pass of a kind, followed in later ones.
+"""The execution order: in which order units are gathered. The first pass of a kind records it, later ones follow it.
 
-While an order is recorded ranks compare at each unit which one comes next, before it is gathered: collectives of
-different units would wait for each other, or mix values. Later passes send nothing. A rank that skips a unit gathers it
-when it passes its place in the order, and adds no gradients. A rank that calls a unit which is not in the rest of the
-order waits for the others at a rendezvous in the store: if all call it, the pass goes on.
+While they record an order, the ranks compare their next unit before they gather it: collectives of different units
+would wait for each other, or mix values. Later passes do not compare. A rank that skips a unit gathers it when it
+passes its place in the order, and adds no gradients. A rank that calls a unit which is not in the rest of the order
+waits for the others at a rendezvous in the store: if all call it, the pass continues.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardtensor.comm.rendezvous import Rendezvous, rendezvous_of
 from shardtensor.errors import AbsentRankError, CallMismatchError
 
 _NUMBER = Struct("<i")
-_GRACE_S = 10.0  # between the ranks that a timeout ends
-_made: Counter[tuple[int, ...]] = Counter()  # orders of the same ranks, so that all of them name a rendezvous alike
+_GRACE_S = 10.0  # between the timeouts of different ranks
+_made: Counter[tuple[int, ...]] = Counter()  # orders of the same ranks; it gives a rendezvous one name on all ranks
 
 WAYS_OUT = (
     "let every rank call the same modules in the same order, as with a loss of zero times what it does not need",
@@ -32,11 +32,11 @@ WAYS_OUT = (
 
 
 class ExecutionOrder:
-    """The recorded orders, and where the pass that runs is in its own.
+    """The recorded orders, and the position of the present pass in its order.
 
     Args:
         group: all ranks that hold the units.
-        title: says which unit a number stands for.
+        title: returns the name of the unit with a number.
     """
 
     def __init__(self, group: Group, title: Callable[[int], str]) -> None:
@@ -52,14 +52,14 @@ class ExecutionOrder:
         self._purpose = f"fully_shard {_made[ranks]}"
 
     def clear(self) -> None:
-        """Record anew."""
+        """Drop all recorded orders, so that the next passes record them anew."""
         self._orders.clear()
 
     def begin(self, kind: Hashable, expected: Callable[[], list[int]] | None = None) -> None:
-        """Begin a pass; those of one kind visit the same units.
+        """Begin a pass; passes of one kind visit the same units.
 
         Args:
-            expected: returns the order for a kind that none was recorded for.
+            expected: returns the order for a kind without a recorded order.
         """
         if expected is not None and kind not in self._orders:
             self._orders[kind] = expected()
@@ -69,7 +69,7 @@ class ExecutionOrder:
         self._order = [] if known is None else known
 
     def visit(self, unit: int, is_gathered: bool) -> Sequence[int]:
-        """Return the units to gather, one after the other, for `unit` to be there."""
+        """Return the units to gather, one after the other, so that `unit` is gathered."""
         order, here = self._order, self._next
         if self.is_recording:
             if order[-1:] != [unit]:
@@ -91,14 +91,14 @@ class ExecutionOrder:
         return (unit,)
 
     def upcoming(self) -> Iterator[int]:
-        """The units after the last one visited, as far as they are known."""
+        """Return the units after the last one visited; none while the order is recorded."""
         return iter(()) if self.is_recording else islice(self._order, self._next, None)
 
     def end(self, calls: int = 0) -> Sequence[int]:
-        """Return the units to gather that other ranks visit beyond this one's last; the order is known from now on.
+        """End a pass; return the units that other ranks visit after this rank's last one, to gather them here too.
 
         Args:
-            calls: of modules, which have to be as many on all ranks.
+            calls: the number of calls of modules, which must be the same on all ranks.
         """
         if self.is_recording:
             self._compare(-1 - calls)
@@ -114,16 +114,16 @@ class ExecutionOrder:
         """The units of the pass, in order."""
         return self._order
 
-    # -- ranks that go different ways ---------------------------------------------------------------------------------
+    # -- ranks that call different units ------------------------------------------------------------------------------
 
     def _name(self) -> str:
         return self._kind[0] if isinstance(self._kind, tuple) else "pass"
 
     def _compare(self, unit: int) -> None:
-        """Return where all ranks come to the same unit, or all to the end (below zero).
+        """Return if all ranks are at the same unit, or all at the end (below zero).
 
         Raises:
-            CallMismatchError: on all ranks, with one text.
+            CallMismatchError: they are not; all ranks raise it with the same text.
         """
         found = [_NUMBER.unpack(blob)[0] for blob in self._group.exchange(_NUMBER.pack(unit))]
         if len(set(found)) == 1:
@@ -142,15 +142,15 @@ class ExecutionOrder:
         )
 
     def _wait_for_all(self, place: str, others_time_out: bool = True) -> None:
-        """Return where all ranks come here with the same `place`.
+        """Wait until all ranks call this with the same `place`.
 
         Args:
             others_time_out: whether others may wait in a collective first, until the timeout of the group.
 
         Raises:
-            CallMismatchError, AbsentRankError: on all ranks, with one text.
+            CallMismatchError, AbsentRankError: they do not; all ranks raise it with the same text.
         """
-        if not self._has_rendezvous():  # one rank alone, or simulated: there a collective that does not fit is an error
+        if not self._has_rendezvous():  # a single rank, or simulated ranks: there a wrong collective raises
             self._group.exchange(_NUMBER.pack(crc32(place.encode()) >> 1))
             return
         assert self._rendezvous is not None
@@ -163,14 +163,14 @@ class ExecutionOrder:
         return self._rendezvous is not None
 
     def explain(self, unit: int | None = None) -> None:
-        """Return where the ranks do not wait in different places. Called when a collective timed out.
+        """Raise an error if the ranks wait in different places. Called when a collective timed out.
 
         Args:
-            unit: at whose parameters or gradients this rank waited; None where it still waits, for the end of a step:
-                then it looks whether others wait for it.
+            unit: the unit whose parameters or gradients this rank waited for. None if it still waits, for the end of a
+                step: it then checks whether others wait for it.
 
         Raises:
-            CallMismatchError: on all ranks, with one text.
+            CallMismatchError: they do; all ranks raise it with the same text.
         """
         if not self._has_rendezvous():
             return
@@ -185,7 +185,7 @@ class ExecutionOrder:
 
 
 class BackwardScope:
-    """The forwards that the next backward is of.
+    """The forwards that the next backward belongs to.
 
     Args:
         group: all ranks that hold the modules.
@@ -205,20 +205,20 @@ class BackwardScope:
         self._since: dict[Hashable, int] = {}  # the last backward: forwards by kind, and the module called
 
     def enter(self, kind: Hashable, number: int | None) -> None:
-        """Begin a forward of this kind, in the module of a number; None if no backward follows it."""
+        """Begin a forward of this kind in module `number`, which is None if no backward follows."""
         self._kind, self._leaving = kind, []
         if number is not None:
             self._since[kind] = number
 
     def leaves(self, number: int, is_needed: bool) -> None:
-        """Record that a forward leaves a module, and whether a backward may need its parameters."""
+        """Record that the forward of a module ends, and whether a backward may need its parameters."""
         self._leaving.append((number, is_needed))
 
     def record(self, adds: bool) -> None:
-        """Record which modules backward needs on any rank, where outputs may require a gradient on some only.
+        """Record which modules a backward needs on any rank: outputs may require a gradient on some ranks only.
 
         Args:
-            adds: to what was recorded of this kind of forward before.
+            adds: add them to those recorded before for this kind of forward.
         """
         needed = bytes([1, *(is_needed for _, is_needed in self._leaving)])
         on_any = list(map(any, zip(*self._group.exchange(needed), strict=True)))[1:]
@@ -227,7 +227,7 @@ class BackwardScope:
         self._recorded[self._kind] = list(dict.fromkeys(left + before)) if before else left
 
     def begin(self) -> None:
-        """Begin a backward: of the forwards since the last one, or else of the same."""
+        """Begin a backward of the forwards since the last one; without any, of the same forwards again."""
         if self._since:
             self.called = tuple(sorted({*self._since.values()}))
             self.left = [number for kind in reversed(self._since) for number in self._recorded.get(kind, ())]

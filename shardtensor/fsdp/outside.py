@@ -1,9 +1,9 @@
-"""Parameters of units outside of their unit's forward, where a plain tensor is this rank's own.
+"""Parameters of units outside of their unit's forward, where a plain tensor differs between ranks.
 
-Elsewhere a plain tensor that meets a ShardedTensor is a copy, the same on every rank. In data parallel training it is
-this rank's part of the batch, so an operation that took it for a copy would mix the ranks' values and gradients. It
-raises instead, whether it meets the parameter or a ShardedTensor that was computed from one. Where every rank has the
-whole of what was computed, its gradient is averaged over the ranks.
+In other operations on ShardedTensors a plain tensor is replicated. In data parallel training it is this rank's part of
+the batch, so an operation that treats it as replicated would mix the ranks' values and gradients. It raises instead,
+for an operand that is a parameter or a ShardedTensor that was computed from one. If every rank has the full result of
+an operation, as a plain tensor, its gradient is averaged over the ranks.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ UNCOMPILED = (
 
 _MIXES_NOTHING = frozenset("grad backward result_type __set__ _has_compatible_shallow_copy_type".split())
 _FREE: set[Any] = set()
-"""Functions with a handler that are known to compute nothing with values of their operands."""
+"""Functions with a handler that do not compute with the values of their operands."""
 _TAKES_FORM = frozenset("to type_as view_as expand_as reshape_as".split())
 
 Source = tuple["ref[Any]", str]
-"""A parameter, as its group and its name there."""
+"""A parameter: a reference to its group, and its name there."""
 
 _inside: ContextVar[bool] = ContextVar("inside", default=False)  # an operation of the library itself
 
 
 class FSDPParameter(ShardedTensor):
-    """A parameter of a unit as users see it, or a ShardedTensor that was computed from one."""
+    """The sharded parameter of a unit, or a ShardedTensor that was computed from one."""
 
     @classmethod
     @untraced(UNCOMPILED)
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func in _FREE:  # optimizers ask such questions of each parameter in each step
+        if func in _FREE:  # optimizers call these for each parameter in each step
             return HANDLERS[func](*args, **kwargs) if kwargs else HANDLERS[func](*args)
         if _inside.get():
             return super().__torch_function__(func, types, args, kwargs)
@@ -58,7 +58,7 @@ class FSDPParameter(ShardedTensor):
             if func in HANDLERS:
                 _FREE.add(func)
             return super().__torch_function__(func, types, args, kwargs)
-        takes_all = is_write and _takes_values(args)  # from plain tensors, which are its new values on every rank
+        takes_all = is_write and _takes_values(args)  # a plain tensor holds the new values on every rank
         operands = [] if takes_all else tree_leaves((args, kwargs))
         source = _source(operands)
         if source is not None and name not in _TAKES_FORM:
@@ -84,7 +84,7 @@ class FSDPParameter(ShardedTensor):
         return _computed(super().to(*args, **kwargs), self._unit)
 
     def full_tensor(self) -> torch.Tensor:
-        """Return the whole on every rank, as any ShardedTensor; what has its gradient is averaged over data ranks."""
+        """Return the full tensor on every rank, as any ShardedTensor does; its gradient is averaged over data ranks."""
         return _computed(super().full_tensor(), self._unit)
 
 
@@ -93,20 +93,20 @@ WRAPPERS.add(FSDPParameter)
 
 
 def join(sharded: ShardedTensor, group: Any, number: int) -> None:
-    """Make a ShardedTensor the parameter of a unit that has this number in a group."""
+    """Make a ShardedTensor the sharded parameter with this number in a group."""
     sharded._param_group, sharded._unit = group, (ref(group), group.params_info[number].name)
     sharded.__class__ = FSDPParameter
 
 
 def leave_group(sharded: ShardedTensor) -> None:
-    """Make a parameter one of no unit."""
+    """Make a parameter an ordinary ShardedTensor again, of no unit."""
     sharded._param_group = sharded._unit = None
     sharded.__class__ = ShardedTensor
 
 
 @lru_cache(maxsize=4096)
 def _read(func: Any) -> tuple[str, bool]:
-    """The name of a torch function, and whether it writes to its first operand.
+    """Return the name of a torch function, and whether it writes to its first operand.
 
     Example:
         >>> _read(torch.Tensor.mul_), _read(torch.mul)
@@ -117,27 +117,27 @@ def _read(func: Any) -> tuple[str, bool]:
 
 
 def _takes_values(args: Any) -> bool:
-    """Whether the first of these arguments is a ShardedTensor that no graph follows here."""
+    """Whether the first of these arguments is a ShardedTensor, and autograd does not record a write to it."""
     while isinstance(args, tuple | list):
         args = args[0] if args else None
     return isinstance(args, ShardedTensor) and not (torch.is_grad_enabled() and args.requires_grad)
 
 
 def _unit_of(source: Source | None) -> Any:
-    """The unit of a parameter, unless that is gone or has one rank alone, whose own batch is the whole one."""
+    """Return the unit of a parameter; None if it is gone or has a single rank, which has the full batch."""
     group = None if source is None else source[0]()
     unit = None if group is None else group.state()
     return None if unit is None or unit.data_mesh.whole.size == 1 else unit
 
 
 def _source(operands: Iterable[Any]) -> Source | None:
-    """The first parameter that operands are, or were computed from."""
+    """Return the first parameter that is among the operands, or that one was computed from."""
     sources = [x._unit for x in operands if isinstance(x, FSDPParameter)]
     return next((source for source in sources if _unit_of(source) is not None), sources[0] if sources else None)
 
 
 def _computed(x: Any, source: Source | None) -> Any:
-    """What was computed from a parameter, with its gradient averaged over data ranks where each has the whole of it."""
+    """Return the result `x` of an operation on a parameter; if it is plain, average its gradient over data ranks."""
     if type(x) is ShardedTensor:  # also where the unit is gone: detach() of a tensor has its class
         x.__class__ = FSDPParameter
         x._unit = source
@@ -153,7 +153,7 @@ def _computed(x: Any, source: Source | None) -> Any:
 
 
 def _refuse_own(name: str, source: Source, operands: Iterable[Any]) -> None:
-    """Raise where a plain tensor is among `operands`, but for one number that has no gradient, as a step's size.
+    """Check that no plain tensor is among `operands`, except 0-d ones without a gradient, such as a step size.
 
     Raises:
         RuleError: there is one.
@@ -182,7 +182,7 @@ def _refusal(name: str, unit: Any, parameter: str, x: torch.Tensor) -> RuleError
 
 
 def _method_of(modules: Iterable[Any]) -> str | None:
-    """The outermost method of one of `modules` that runs."""
+    """Return the name of the outermost running method of one of `modules`."""
     frame, found = sys._getframe(1), None
     while frame is not None:
         if any(frame.f_locals.get("self") is module for module in modules):

@@ -1,9 +1,9 @@
-"""`ParamGroup`: parameters of one dtype that are gathered and reduced as one tensor.
+"""`ParamGroup`: parameters of one dtype that are gathered and reduced as one flat tensor.
 
-A rank keeps one range of it, `shard`; the sharded parameters are ShardedTensors over views of that. It is gathered into
-a buffer that stays the same, so the tensors that modules compute with are views made once. They are outputs of one
-autograd node that is made once too: backward runs it when the gradients of all of them are there, which is when they
-are packed and reduced.
+A rank keeps one range of it, `shard`; the sharded parameters are ShardedTensors over views of that range. All-gathers
+write to a fixed buffer, so the tensors that modules compute with are views that are made once. They are outputs of one
+autograd node that is made once too: backward runs it when the gradients of all of them are computed; they are then
+packed and reduced.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class ParamGroup:
         shard: this rank's range, of the parameters' dtype: the authoritative values. On the CPU with offloading.
         sharded_params: the parameters as users see them.
         unsharded: the all-gather output, of `compute_dtype`; None until a buffer is assigned.
-        parts: the parameters in it, with version counters of their own; see `autograd`.
-        unsharded_params: what modules compute with: outputs of one autograd node over `parts`, or ShardedTensors over
-            such.
+        parts: views of it for each parameter, with version counters of their own; see `autograd`.
+        unsharded_params: the tensors that modules compute with: outputs of one autograd node over `parts`, or
+            ShardedTensors or DTensors over them.
         node: that node; None where all parameters are frozen.
         trains: which parameters require a gradient.
         changes: how often a leaf was replaced, or its ``requires_grad`` set.
@@ -77,21 +77,21 @@ class ParamGroup:
         self.settle_dtypes()
         self.state: Callable[[], Any] = type(None)
         self.changes = 0
-        self._is_packed = True  # for all that is known, the leaves are views of `shard`
+        self._is_packed = True  # as far as recorded, the leaves are views of `shard`
         self._writes_before = 0  # into earlier shards
         self.unsharded: torch.Tensor | None = None
         self.node: Any = None
         self.forget()
 
     def settle_dtypes(self) -> None:
-        """Set the dtypes of computation, of gradients and of reductions."""
+        """Compute the dtypes of computation, of gradients and of reductions."""
         self.compute_dtype = (self.policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
         self.settle_grad_dtypes()
         wanted = self.compute_dtype if self.gradients.dtype == self.dtype else self.gradients.dtype
         self.gradients.reduce_in(self.policy.reduce_dtype or wanted)
 
     def settle_grad_dtypes(self) -> None:
-        """Make gradients of the dtypes that users set; from the next forward on they are reduced in these."""
+        """Set the dtypes of gradients to those that users set; reductions use them from the next forward on."""
         asked = [grad_dtype_of(info.param) for info in self.params_info]
         dtype = self.gradients.dtype = reduce(torch.promote_types, asked)
         self.gradients.dtypes = None if all([own == dtype for own in asked]) else asked
@@ -110,7 +110,7 @@ class ParamGroup:
         return shard
 
     def _sharded(self, i: int, shard: torch.Tensor) -> ShardedTensor:
-        """The sharded parameter over a flat shard."""
+        """Return the sharded parameter over a flat shard."""
         info = self.params_info[i]
         placement, tp_spec, sizes = info.placement, info.tp_spec, info.sizes(self.bucket.ranges, i)
         if tp_spec is None:
@@ -129,16 +129,16 @@ class ParamGroup:
         return wrap(leaf, layout, spec, group)
 
     def _mark_shard(self, has_hooks: bool) -> None:
-        """Mark the leaves made from now on as parts of `shard`, which optimizers step as one tensor."""
+        """Make a `FlatShard` over `shard` for the leaves made from now on; optimizers step it as one tensor."""
         self.gradients.flat_shard = self._flat_shard = FlatShard(self.shard, self.bucket.starts)
         self._flat_shard.has_hooks = has_hooks
 
     def _number(self, leaf: torch.Tensor, i: int) -> None:
-        if leaf.is_contiguous():  # in another order of elements it is no piece of memory
+        if leaf.is_contiguous():  # with other strides it is not one range of memory
             leaf._flat_shard = self._flat_shard, i  # type: ignore[attr-defined]
 
     def take_over(self) -> None:
-        """Make the parameter objects the sharded parameters, for everyone who holds them, with their gradients."""
+        """Turn the parameter objects into the sharded parameters, wherever they are held; they keep their gradients."""
         for i, info in enumerate(self.params_info):
             grad = info.param.grad
             become(info.param, self.sharded_params[i])
@@ -147,7 +147,7 @@ class ParamGroup:
             join(sharded, self, i)
 
     def is_aliased(self) -> bool:
-        """Whether all parameters are views of `shard` that this group made."""
+        """Whether the local tensors of all parameters are views of `shard` that this group made."""
         return self._is_packed and all(
             sharded._param_group is self
             and sharded._local.data_ptr() == part.data_ptr()
@@ -157,7 +157,7 @@ class ParamGroup:
 
     @torch.inference_mode(False)
     def repack(self) -> None:
-        """Copy the parameters, wherever their leaves lie by now, into a new shard, and make their leaves views of it.
+        """Copy the parameters from their present leaves into a new shard, and make new leaves that are views of it.
 
         The new leaves have the gradients and hooks of the old ones.
         """
@@ -173,7 +173,7 @@ class ParamGroup:
             fresh: Any = shard.detach().requires_grad_(leaf.requires_grad)
             self._number(fresh, i)
             keep_grad_dtype(leaf, fresh)
-            fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # no view of a flat gradient any more
+            fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # not a view of a flat gradient
             fresh._backward_hooks = leaf._backward_hooks
             fresh._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
             join(sharded, self, i)
@@ -188,11 +188,11 @@ class ParamGroup:
 
     @property
     def writes(self) -> int:
-        """How often the parameters were written."""
+        """The number of writes to the parameters."""
         return self.shard._version + self._writes_before
 
     def leaf_changed(self, is_replaced: bool) -> None:
-        """Record that a parameter has another leaf, or another ``requires_grad`` or ``grad_dtype``."""
+        """Record that a parameter has a new leaf, or another ``requires_grad`` or ``grad_dtype``."""
         self.changes += 1
         if is_replaced:
             self._is_packed = False
@@ -202,17 +202,17 @@ class ParamGroup:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the all-gather output."""
+        """The bytes of the all-gather output."""
         return self.bucket.total * self.compute_dtype.itemsize
 
     def use_buffer(self, memory: torch.Tensor) -> None:
-        """Gather into `memory`, bytes, from now on; `make_views` comes next."""
+        """Use `memory`, a tensor of bytes, as the all-gather output from now on; call `make_views` next."""
         self.unsharded = memory[: self.unsharded_bytes].view(self.compute_dtype)
         self._own = self.bucket.own(self.unsharded)
         self.parts = [part.data for part in self.bucket.views(self.unsharded)[0]]  # each with a version of its own
 
     def forget(self) -> None:
-        """Hold no buffer."""
+        """Drop the buffer and the views of it."""
         self.unsharded = self.node = None
         self.on_gradients: Callable[[ParamGroup, Grads], None] | None = None
         self.gathers_by = self.data_mesh.shard
@@ -221,9 +221,9 @@ class ParamGroup:
         self._gathered_writes = -1
 
     @torch.inference_mode(False)
-    @torch.enable_grad()  # the first forward may be one without
+    @torch.enable_grad()  # the first forward may run without gradients
     def make_views(self) -> None:
-        """Make the tensors that modules compute with, in the caller's stream, where backward will meet them."""
+        """Make the tensors that modules compute with, in the caller's stream: autograd runs their node in it."""
         self.node, made = None, iter(())
         if any(self.trains):
             made = iter(_Unsharded.apply(torch.empty(0, device=self.device, requires_grad=True), self))
@@ -239,9 +239,9 @@ class ParamGroup:
             node._set_sequence_nr(_LAST)
 
     def node_outputs(self) -> list[torch.Tensor]:
-        """What the autograd node returns for trained parameters: the dtype of each is that of its gradient.
+        """Return the outputs of the autograd node for trained parameters: the dtype of each is that of its gradient.
 
-        Where other ranks than the data ranks sum gradients of replicas, they do so in the dtype of reductions.
+        If ranks other than the data ranks sum gradients of replicas, they sum them in the dtype of reductions.
         """
         trained = [
             (info, part) for info, part, trains in zip(self.params_info, self.parts, self.trains, strict=True) if trains
@@ -269,24 +269,24 @@ class ParamGroup:
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether the parameters were gathered, and not written since."""
+        """Whether the parameters were gathered and not written since."""
         return self._gathered_writes == self.writes
 
     def check_unwritten(self) -> None:
-        """Refuse to gather again, for a backward, what was written since the forward."""
+        """Raise RuleError if parameters were written since the forward: a backward must not gather them again."""
         if self._gathered_writes not in (-1, self.writes):
             raise written_too_early(self.params_info)
 
 
 class PostForwardMesh:
-    """What this rank keeps of a module's parameters from forward to backward, with ``reshard_after_forward=n``.
+    """This rank's part of a module's parameters from forward to backward, with ``reshard_after_forward=n``.
 
-    Every n consecutive ranks hold the module together between its forward and its backward, which gathers from them.
+    Between forward and backward, each n consecutive ranks shard the module among them; backward gathers from these.
 
     Args:
         param_groups: of the module.
-        shard: the ranks of one copy; all of them make this.
-        ranks: how many consecutive ones hold the module together.
+        shard: the shard group; all of its ranks make this.
+        ranks: how many consecutive ranks shard the module.
     """
 
     def __init__(self, param_groups: Sequence[ParamGroup], shard: Group, ranks: int) -> None:
@@ -296,19 +296,19 @@ class PostForwardMesh:
         self.forget()
 
     def over(self, param_groups: Sequence[ParamGroup]) -> PostForwardMesh:
-        """Return the same for a copy of the module."""
+        """Return an object with the same group for a copy of the module."""
         twin = copy.copy(self)
         twin._param_groups = param_groups
         twin.forget()
         return twin
 
     def forget(self) -> None:
-        """Keep nothing."""
+        """Drop the kept part."""
         self._kept: list[torch.Tensor] = []
         self._is_filled = False
 
     def gather(self, is_again: bool) -> list[Pending]:
-        """Start to gather: for a forward from all ranks, and keep a part; for a backward from the parts of `group`."""
+        """Gather for a forward from all ranks and keep a part; for a backward, start to gather the parts of `group`."""
         wholes = [group.unsharded for group in self._param_groups if group.unsharded is not None]
         if is_again and self._is_filled:
             return [self.group.all_gather_into(*pair) for pair in zip(wholes, self._kept, strict=True)]
@@ -325,11 +325,11 @@ class PostForwardMesh:
 
 
 class _Unsharded(torch.autograd.Function):
-    """From nothing to the unsharded parameters; backward passes their gradients to the group."""
+    """The autograd node that outputs the unsharded parameters; backward passes their gradients to the group."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, group: ParamGroup) -> tuple[torch.Tensor, ...]:
-        ctx.group = weakref.ref(group)  # the collector does not see that the group's views hold this node
+        ctx.group = weakref.ref(group)  # gc cannot see that the group's views refer to this node
         ctx.names = [info.name for info in group.params_info]
         ctx.trains = None if all(group.trains) else group.trains
         ctx.set_materialize_grads(False)
@@ -355,7 +355,7 @@ class _Unsharded(torch.autograd.Function):
 
 
 def _to_cpu(pins: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what starts to copy a tensor to the CPU."""
+    """Return a function that starts to copy a tensor to the CPU."""
 
     def start(x: torch.Tensor) -> torch.Tensor:
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=pins).copy_(x, non_blocking=pins)
@@ -364,7 +364,7 @@ def _to_cpu(pins: bool) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _filled(view: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """An output of the node over the gathered values; one without memory only says the dtype of the gradient."""
+    """Return an output of the node over `part`; one of the gradient's wider dtype was made without memory."""
     if view.dtype != part.dtype:
         view.data = part
     return view

@@ -1,7 +1,7 @@
 """One parameter of a group: its names and modules, and how it is sharded over data ranks and, before, over other axes.
 
-Of a parameter that was sharded before, the data ranks gather this rank's part, and modules compute with that as they
-did: in a ShardedTensor.
+If a parameter was sharded before, the data ranks gather this rank's part of it, and modules still compute with a
+ShardedTensor over that part.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, wrapper_over
 
 @attrs.frozen(eq=False)
 class TPSpec:
-    """How a parameter was sharded before, and where the data axis is beside the axes of that.
+    """How a parameter was sharded over other axes, and the group that has these axes and the data axis.
 
     Attributes:
         layout, spec, group: of the parameter as modules compute with it.
-        joint: the ranks of all these axes.
-        axis: what the data axis is called there.
-        joint_spec: the spec, in the names of `joint`.
-        dtensor: the DeviceMesh and placements, where modules compute with a DTensor.
+        joint: the group of all these axes.
+        axis: the name of the data axis in `joint`.
+        joint_spec: the spec, with the axis names of `joint`.
+        dtensor: the DeviceMesh and placements, if modules compute with a DTensor.
     """
 
     layout: MeshLayout
@@ -54,11 +54,11 @@ class TPSpec:
 
     @classmethod
     def of(cls, name: str, param: torch.Tensor, data_mesh: DataMesh, mesh: Any, dtensor: Any = None) -> TPSpec | None:
-        """Read a parameter; None where it is plain.
+        """Return the TP spec of a parameter; None if it is plain.
 
         Args:
-            mesh: what the user named the data ranks by.
-            dtensor: what `param` was made of, if it was a DTensor.
+            mesh: the user's argument for the data ranks.
+            dtensor: the DTensor that `param` was made from, if any.
 
         Raises:
             LayoutError: data ranks hold different parts of it, or no known mesh has all the axes.
@@ -105,11 +105,11 @@ class TPSpec:
 
     @property
     def has_copies(self) -> bool:
-        """Whether several of the ranks along its own axes hold each element."""
+        """Whether several ranks of `group` hold each element."""
         return math.prod(self.layout.grid[axis] for axis in self.layout.sharding_axes) < len(self.layout.ranks)
 
     def around(self, view: torch.Tensor) -> torch.Tensor:
-        """The gathered part, as modules expect it."""
+        """Return a ShardedTensor or DTensor over the gathered part, as modules expect it."""
         unsharded_params: Any = wrapper_over(view, self.layout, self.spec, self.group)
         if self.dtensor is not None:
             unsharded_params = as_dtensor(unsharded_params, *self.dtensor)
@@ -121,8 +121,8 @@ class TPSpec:
 class ParamInfo:
     """One parameter: its name in the unit, the object, the modules that own it under some name, and how it is sharded.
 
-    `tp_spec` says how it was sharded before, over other axes; what is gathered then is this rank's part. `dtensor` is
-    what the modules held where that was a DTensor, whose object cannot become another's: they get `param` in its place.
+    `tp_spec` describes how it was sharded before over other axes, if it was; data ranks then gather this rank's part.
+    `dtensor` is the DTensor that the modules held, if any; it cannot be changed in place, so `param` replaces it.
     """
 
     name: str
@@ -134,24 +134,24 @@ class ParamInfo:
 
     @classmethod
     def of(cls, name: str, param: torch.Tensor) -> ParamInfo:
-        """An entry that no module is known of yet."""
+        """Return the info of a parameter, without modules yet."""
         return cls(name, parameter_of(param), [], dtensor=param) if is_dtensor(param) else cls(name, param, [])
 
     @property
     def values(self) -> torch.Tensor:
-        """What the data ranks hold copies of."""
+        """The values before sharding, replicated on the data ranks: the parameter, or its local tensor."""
         return (self.param._local if isinstance(self.param, ShardedTensor) else self.param).detach()
 
     @property
     def grain(self) -> int:
-        """So many elements stay together."""
+        """The number of consecutive elements that stay on one rank."""
         return self.placement.grain(tuple(self.values.shape))
 
     def may_be_summed(self, has_neighbours: bool) -> bool:
-        """Whether ranks other than the data ranks compute with copies of it, whose gradients are then summed.
+        """Whether ranks other than the data ranks may compute with replicas of it, and so sum its gradients.
 
         Args:
-            has_neighbours: whether parameters that are gathered with it are sharded over other axes.
+            has_neighbours: whether parameters of the same group are sharded over other axes.
         """
         if self.tp_spec is not None:
             return self.tp_spec.has_copies
@@ -160,13 +160,13 @@ class ParamInfo:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is gathered by itself: ranks compute with parts of different sizes."""
+        """Whether it needs a group of its own, because its parts along other axes differ in size."""
         return self.tp_spec is not None and not has_equal_parts(self.tp_spec.layout)
 
     def sizes(self, ranges: Ranges, index: int) -> tuple[int, ...] | None:
-        """How many elements of it each data rank holds, as its spec says them; None where that need not say it.
+        """Return how many elements of it each data rank holds, for its spec; None if the spec needs no sizes.
 
-        A spec is the same on all ranks, those of other parts among them.
+        The spec must be the same on all ranks, also on those that hold other parts.
         """
         if not self.is_alone:
             return ranges.sizes(index)
@@ -177,7 +177,7 @@ class ParamInfo:
 
 
 def ranges_of(params_info: Sequence[ParamInfo], ranks: int) -> Ranges:
-    """How parameters that are gathered together lie in one tensor."""
+    """Return the ranges of a flat buffer of parameters that are gathered together."""
     lengths = [info.values.numel() for info in params_info]
     owners = [info.placement.owner for info in params_info if info.placement.owner is not None]
     if owners:
@@ -189,14 +189,14 @@ def ranges_of(params_info: Sequence[ParamInfo], ranks: int) -> Ranges:
 
 
 def _first_call(dtensor: Any) -> str:
-    """What shards a parameter over other axes than the data ranks'."""
+    """Return the call that shards a parameter over other axes than the data axis, for an error."""
     if dtensor is None:
         return "shard_module(module, plan, process_group=mesh)"
     return 'parallelize_module(module, mesh["tp"], plan)'
 
 
 def _joint_groups(group: Group, mesh: Any) -> Iterator[Group]:
-    """Groups with named axes that may have both the parameter's and the data ranks'."""
+    """Yield groups with named axes that may contain both the parameter's axes and the data axis."""
     if group.mesh is not None:
         yield group
     if isinstance(mesh, dist.DeviceMesh):
@@ -209,9 +209,9 @@ def _joint_groups(group: Group, mesh: Any) -> Iterator[Group]:
 
 
 def _axes_of(grid: Mesh, group: Group, others: AbstractSet[str]) -> tuple[str, ...] | None:
-    """The axes of a grid along which the ranks of a group lie, in its order; the last ones that fit.
+    """Return the axes of a grid along which the ranks of a group lie, in its order; the last ones that fit.
 
-    A rank alone lies along every axis of one rank: those in `others`, which stand for something else, come last.
+    A single rank lies along every axis of size 1: it prefers axes that are not in `others`, which are used already.
     """
     second, numbers = None, range(len(grid.names))
     for count in numbers:
@@ -225,7 +225,7 @@ def _axes_of(grid: Mesh, group: Group, others: AbstractSet[str]) -> tuple[str, .
 
 
 def _in_names(layout: MeshLayout, param: ShardedTensor, names: tuple[str, ...]) -> Spec:
-    """The spec of a layout in the axis names of another mesh."""
+    """Return the spec of a layout with the axis names of another mesh."""
     spec = spec_of(attrs.evolve(layout, names=names), param.device)
     if not isinstance(spec, Spec) or len(names) != len(layout.grid):
         raise _refusal("a parameter", param, "is sharded by a spec that names no axes")

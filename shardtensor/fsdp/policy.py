@@ -1,4 +1,4 @@
-"""What a user can choose about fully sharded modules: precision, offloading, which modules are units."""
+"""Options of `fully_shard`: precision, offloading, which modules are units, `reshard_after_forward`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError
 
 Reshard = bool | int | None
-"""Of ``reshard_after_forward``: reshard, or how many consecutive ranks then hold the unit; None for the default."""
+"""``reshard_after_forward``: a bool, or how many consecutive ranks hold the unit after it; None for the default."""
 
 
 @attrs.frozen
@@ -22,10 +22,10 @@ class MixedPrecisionPolicy:
     """The dtypes of a fully sharded module. Shards, their gradients and the optimizer's state keep the parameters' own.
 
     Args:
-        param_dtype: what parameters are gathered and computed in; None for their own.
-        reduce_dtype: what gradients are added up in, over ranks of tensor parallelism, too (outside of compiled code);
-            None for the dtype they come in.
-        output_dtype: what floating-point outputs of the module are cast to; None leaves them.
+        param_dtype: the dtype in which parameters are gathered and used; None for their own.
+        reduce_dtype: the dtype in which gradients are reduced, over tensor-parallel ranks too (except in compiled
+            code); None for the gradients' own.
+        output_dtype: the dtype to cast floating-point outputs of the module to; None to leave them.
         cast_forward_inputs: cast floating-point inputs of the module to `param_dtype`.
     """
 
@@ -42,7 +42,7 @@ class OffloadPolicy:
 
 @attrs.frozen
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards, their gradients and so the optimizer's state on the CPU; copy to the device to gather.
+    """Keep shards, their gradients and so the optimizer's state on the CPU; copy shards to the device to gather.
 
     Args:
         pin_memory: keep them in pinned memory, which lets copies overlap with the device's work.
@@ -52,7 +52,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 OWN_PRECISION, ON_DEVICE = MixedPrecisionPolicy(), OffloadPolicy()
-"""What is meant where nothing is said."""
+"""The default policies."""
 
 
 class ModuleWrapPolicy:
@@ -72,14 +72,14 @@ class ModuleWrapPolicy:
 
 
 def selects(policy: Callable[..., Any], module: nn.Module) -> bool:
-    """Whether a policy makes a module a unit; torch's own policies, which are asked about descending too, will do."""
+    """Whether a policy makes a module a unit; it may be one of torch's, which also take ``recurse``."""
     if "recurse" in inspect.signature(policy).parameters:
         return bool(policy(module, recurse=False, nonwrapped_numel=sum(param.numel() for param in module.parameters())))
     return bool(policy(module))
 
 
 def read_reshard(given: Reshard, group: Group) -> Reshard:
-    """Return what ``reshard_after_forward`` means for a shard group: None, a bool, or a divisor of its size.
+    """Return ``reshard_after_forward`` for a shard group as None, a bool, or a divisor of its size.
 
     Raises:
         LayoutError: it does not divide the size.

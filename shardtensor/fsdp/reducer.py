@@ -1,7 +1,7 @@
-"""The gradients of a model, reduced over the ranks in one order while backward goes on.
+"""The gradient reducer: reduces the gradients of a model over the ranks, in one order, while backward runs.
 
-Autograd says which nodes of unsharded parameters a backward will run. What was computed inside of a reentrant
-checkpoint it cannot say: that is computed again in the middle of the backward, which then runs one of its own.
+Autograd can report which nodes of unsharded parameters a backward will run, except those used inside a reentrant
+checkpoint: it recomputes their forward in the middle of the backward, and runs a backward of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _in_backward = torch._C._current_graph_task_id
 
 @attrs.define(eq=False)
 class _PendingReduce:
-    """A reduction of a group, which of its parameters have a gradient, and on cuda the result in its stream."""
+    """A pending reduction of a group, which of its parameters have a gradient, and on cuda the result."""
 
     group: ParamGroup
     used: list[bool]
@@ -38,9 +38,9 @@ class GradientReducer:
     """Reduces the gradients of groups in the reverse of the order in which forwards first used them.
 
     Args:
-        param_groups: of the model; they get their positions here.
-        start_backward: begins a backward that has not begun.
-        explain: raises where ranks went different ways; takes the number of a state.
+        param_groups: of the model; this sets their positions.
+        start_backward: starts the backward state if it has not started.
+        explain: raises if ranks called different units; takes the number of a state.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class GradientReducer:
         self._places: dict[ParamGroup, int] = {}  # of the present backward: the groups in order, numbered
         self._expected: list[ParamGroup] = []
         self._next, self._task = 0, -1  # the group that is sent next; autograd's number of the backward
-        self._recomputed: set[int] = set()  # a backward inside of the present one may make gradients of these
+        self._recomputed: set[int] = set()  # a backward inside the present one may compute gradients of these
         self._missing: set[int] = set()  # this rank has no gradients of these
-        self._passed: set[int] = set()  # the order of gathers has come to these
-        self._landed: dict[int, torch.Tensor] | None = None  # where ranks exchange what they used
+        self._passed: set[int] = set()  # the execution order has reached these
+        self._landed: dict[int, torch.Tensor] | None = None  # only if ranks exchange which parameters they used
         self._is_accumulating = any(group.gradients.are_waiting for group in param_groups)
         self._dtypes = self._present_dtypes()
         for position, group in enumerate(param_groups):
@@ -71,7 +71,7 @@ class GradientReducer:
         self.resize(REDUCE_BUFFERS)
 
     def resize(self, buffers: int) -> None:
-        """Set how many reductions may be pending at a time, and drop all input buffers; between two backwards."""
+        """Set how many reductions may be pending at a time, and drop all input buffers. Call it between backwards."""
         self.buffers = buffers
         self._pending: list[_PendingReduce | None] = [None] * buffers
         self._events = [self._streams.event() for _ in range(buffers)]
@@ -81,7 +81,7 @@ class GradientReducer:
         self._memory_size = max((group.gradients.input_bytes for group in self.param_groups), default=0)
 
     def fits(self) -> bool:
-        """Whether the groups still compute and reduce in the dtypes that this was made for."""
+        """Whether the groups still compute and reduce in the dtypes for which this was made."""
         return self._dtypes == self._present_dtypes()
 
     def _present_dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
@@ -90,11 +90,11 @@ class GradientReducer:
     # -- the order --------------------------------------------------------------------------------------------------
 
     def mark_recompute(self, param_groups: Iterable[ParamGroup]) -> None:
-        """Record that a forward computes with these where autograd records nothing, as in a reentrant checkpoint."""
+        """Record that a forward uses these groups without autograd, as inside a reentrant checkpoint."""
         self._recomputed.update([group.gradients.position for group in param_groups])
 
     def record(self, param_groups: Iterable[ParamGroup]) -> None:
-        """Record the order in which a forward used groups, the same on all ranks; those it did not use come last."""
+        """Record the order in which a forward used groups, the same on all ranks; groups it did not use come last."""
         known = self._used_first.get(self.trains, [])
         self._used_first[self.trains] = list(dict.fromkeys([*known, *(g.gradients.position for g in param_groups)]))
         self._orders.clear()
@@ -110,7 +110,7 @@ class GradientReducer:
 
         Args:
             scope: identifies backwards that reach the same groups.
-            among: returns the groups that this one may reach; those of them that train are reduced, on all ranks.
+            among: returns the groups that this backward may reach; all ranks reduce those of them that train.
         """
         self.unused.check(waits=True)
         self._next, self._task = 0, _in_backward()
@@ -128,9 +128,9 @@ class GradientReducer:
         self._landed = {} if is_settled else None
 
     def skip(self, param_groups: Iterable[ParamGroup]) -> None:
-        """Send zeros for those of these groups that this rank has no gradients of, if it is their turn.
+        """Reduce zeros for those of these groups of which this rank has no gradients, when it is their turn.
 
-        Other ranks that wait for them may be what this one waits for.
+        Other ranks may wait for these reductions while this rank waits for those ranks.
         """
         if self._missing:
             self._passed.update([group.gradients.position for group in param_groups])
@@ -139,9 +139,9 @@ class GradientReducer:
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def arrived(self, group: ParamGroup, grads: Grads) -> None:
-        """Take the gradients of a group's unsharded parameters, and reduce those whose turn it is.
+        """Hold the gradients of a group's unsharded parameters, and start the reductions whose turn it is.
 
-        A backward inside of the present one, of a reentrant checkpoint, may make a part of them, and others follow.
+        The backward of a reentrant checkpoint, inside the present one, may compute a part of them; the rest follow.
         """
         self._start_backward()
         gradients, place = group.gradients, self._places.get(group, -1)
@@ -153,7 +153,7 @@ class GradientReducer:
             gradients.hold(grads)
             if not gradients.requires_sync:
                 self._is_accumulating = True
-            elif place < self._next:  # more of what was sent, from a checkpoint's own backward
+            elif place < self._next:  # more gradients of a group that was sent, from a checkpoint's backward
                 self._send(group)
         self._send_ready()
 
@@ -168,7 +168,7 @@ class GradientReducer:
             self._send(group)
 
     def _send(self, group: ParamGroup) -> None:
-        """Start to reduce what a group holds."""
+        """Start to reduce the gradients that a group holds."""
         gradients = group.gradients
         if not gradients.requires_sync:  # the same on all ranks
             return
@@ -189,7 +189,7 @@ class GradientReducer:
             self._stream.mark(self._events[turn])
 
     def _land(self, turn: int) -> None:
-        """Give parameters what a pending reduction has summed."""
+        """Wait for a pending reduction, and set its result as gradients of the parameters."""
         reduced, self._pending[turn] = self._pending[turn], None
         if reduced is None:
             return
@@ -216,7 +216,7 @@ class GradientReducer:
             self._run_hooks(group, reduced.used)
 
     def _run_hooks(self, group: ParamGroup, used: list[bool]) -> None:
-        group.show_sharded()  # the module's backward is done with the unsharded ones
+        group.show_sharded()  # the module's backward no longer needs the unsharded ones
         group.gradients.run_hooks(used)
 
     def _land_all(self) -> None:
@@ -225,12 +225,12 @@ class GradientReducer:
             self._turn = (self._turn + 1) % self.buffers
 
     def end(self) -> None:
-        """End a backward: reduce what is left, zeros where nothing arrived, and wait for all."""
+        """End a backward: reduce the remaining groups, zeros for those without gradients, and wait for all."""
         while self._next < len(self._expected):
             self._next += 1
             self._send(self._expected[self._next - 1])
         self._land_all()
-        if self._is_accumulating:  # parameters that this backward did not use, but an earlier one
+        if self._is_accumulating:  # parameters that an earlier backward used and this one did not
             for group in self.param_groups:
                 if group.gradients.are_due:
                     self._send(group)
@@ -245,10 +245,10 @@ class GradientReducer:
                 self.unused.end()
         if self._memory_size > KEPT_BYTES:
             for memory in self._memory.values():
-                memory.untyped_storage().resize_(0)  # views of it find it again: a fifth of a millisecond each
+                memory.untyped_storage().resize_(0)  # views stay valid when it is resized back; 0.2 ms each
 
     def _settle(self, landed: dict[int, torch.Tensor]) -> None:
-        """Give parameters that only other ranks used their gradients."""
+        """Set the gradients of parameters that only other ranks used."""
         for position, missed in self.unused.settle().items():
             if position in landed:
                 group = self.param_groups[position]
@@ -257,14 +257,14 @@ class GradientReducer:
         self._landed = None
 
     def drop(self) -> None:
-        """Forget what a broken backward left; what earlier ones accumulated stays."""
+        """Drop the state of a backward that broke off; gradients accumulated by earlier backwards stay."""
         for group in self.param_groups:
             group.gradients.held = None
         self.unused.pattern = []
         self._recomputed.clear()
         for reduced in self._pending:
             if reduced is not None and reduced.pending is not None:
-                reduced.pending.wait()  # or it would write into memory of the next
+                reduced.pending.wait()  # otherwise it would write to buffers of the next backward
         self._stream.join()
         self._pending = [None] * self.buffers
 

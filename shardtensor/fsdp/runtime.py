@@ -1,4 +1,4 @@
-"""`Runtime`: one for each model; it gathers parameters around forward and backward, ahead of the work or on demand."""
+"""`Runtime`: one for each model; it gathers parameters for forward and backward, ahead of their use or on demand."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _version = attrgetter("shard._version")
 
 
 class Runtime:
-    """Made in the first call of a module that no other running module holds; shared by all states in that module.
+    """Made in the first call of an outermost module, inside no other running one; shared by all states in that module.
 
     Attributes:
         states: of the modules, outer ones first.
-        is_current: False after another runtime took over a state, or `free_gathered`.
-        is_stale: whether options have changed that buffers depend on.
+        is_current: False after `free_gathered`, or after another runtime was made that has one of its states.
+        is_stale: whether options on which buffers depend have changed.
         has_grad: whether the present forward, or the last one, was called with gradients enabled.
-        generation: of parameters' values; another one where an all-gather finds others than the last.
+        generation: of the parameters' values; it changes if they were written since the last all-gather.
         post_optim_event: `FSDPModule.set_post_optim_event`.
     """
 
@@ -52,9 +52,9 @@ class Runtime:
         self._unused = UnusedCheck(states[0].data_mesh, names_of(states), self.streams, is_exact, self.order.explain)
         self._scope = BackwardScope(self._group)
         self._inside: dict[int, list[FSDPState]] = {}  # by number, the states in a module
-        self._last: FSDPState | None = None  # visited; its parameters are in use
+        self._last: FSDPState | None = None  # the last one visited; its parameters are in use
         self._depth, self._is_backward = 0, False
-        self._ending: Callable[[], Any] = type(None)  # of the backward that runs: returns None when that broke off
+        self._ending: Callable[[], Any] = type(None)  # of the present backward: returns None after that broke off
         self._offloads = any(group.is_offloaded for group in self._param_groups)
         self._seen_training: dict[Hashable, int] = {}
         self.reducer = self._new_reducer()
@@ -89,11 +89,11 @@ class Runtime:
         return runtime
 
     def is_running(self) -> bool:
-        """Whether a forward or a backward of its modules is going on."""
+        """Whether a forward or a backward of its modules is running."""
         return self._depth > 0 or _in_backward() >= 0
 
     def _states_in(self, number: int) -> list[FSDPState]:
-        """The states in the modules of one."""
+        """Return the states in the modules of the state with this number, itself included."""
         if number not in self._inside:
             found = (state for module in self.states[number].modules for _, state in states_in(module))
             self._inside[number] = list(dict.fromkeys(found))
@@ -119,7 +119,7 @@ class Runtime:
         self._unused.check(waits=not self.streams.is_cuda)
         if self.is_stale:
             self._assign_buffers_anew()
-        if self.streams.is_cuda and self.streams.refresh():  # autograd remembers the stream that a node was made in
+        if self.streams.is_cuda and self.streams.refresh():  # autograd runs a node in the stream it was made in
             for group in self._param_groups:
                 group.make_views()
             self._make_swaps()
@@ -144,13 +144,13 @@ class Runtime:
         return state.sharded_state is not SHARDED and all([group.is_unwritten for group in state.param_groups])
 
     def _reset_sharded_params(self) -> None:
-        """Reset what depends on the modules' parameters, which were replaced or converted since the last forward."""
+        """Rebuild the state that depends on the modules' parameters, which were replaced or converted."""
         self.generation = next_generation()
         for state in self.states:
             reset_sharded_params(state)
         check_device(self.states)
         before, self._trains = self._trains, self._who_trains()
-        if not self.reducer.fits():  # complete conversions were found already, when they were made
+        if not self.reducer.fits():  # a complete conversion has reset the groups already, when it was made
             self.order.clear()
             for state in self.states:
                 state.is_kept = False
@@ -169,7 +169,7 @@ class Runtime:
             state.make_swaps()
 
     def _who_trains(self) -> int:
-        """A number for which parameters require a gradient now."""
+        """Return a number that identifies the set of parameters that require a gradient now."""
         trains = tuple(group.trains for group in self._param_groups)
         return self._seen_training.setdefault(trains, len(self._seen_training))
 
@@ -179,7 +179,7 @@ class Runtime:
             self._writes, self.generation = writes, next_generation()
 
     def post_forward(self) -> None:
-        """End the forward of a state, and the pass with the outermost one."""
+        """End the forward of a state; with the outermost one, end the pass."""
         self._depth -= 1
         if self._depth or _in_backward() >= 0:
             return
@@ -192,10 +192,10 @@ class Runtime:
         if not torch.is_grad_enabled():
             self.gathers.join()
         if self._offloads:
-            self.gathers.synchronize()  # what is written to shards on the CPU from now on is for the next pass
+            self.gathers.synchronize()  # later writes to shards on the CPU must not reach this pass
 
     def leaves(self, state: FSDPState, is_needed: bool) -> None:
-        """Record that a forward leaves `state`, and whether a backward may need its parameters."""
+        """Record that the forward of `state` ends, and whether a backward may need its parameters."""
         if self.order.is_recording and not self._is_backward:
             self._scope.leaves(state.index, is_needed)
 
@@ -204,7 +204,7 @@ class Runtime:
         self._depth -= 1
 
     def reset(self) -> None:
-        """Forget all that a broken forward or backward left, and accumulated gradients."""
+        """Drop the state of a broken forward or backward, and accumulated gradients."""
         self._depth, self._last = 0, None
         self._break_off()
         for state in self.states:
@@ -217,7 +217,7 @@ class Runtime:
     # -- all-gathers --------------------------------------------------------------------------------------------------
 
     def _unshard(self, state: FSDPState) -> None:
-        """Gather a state in its turn and wait for it; start to gather those that come next."""
+        """Gather a state in its turn and wait for it; start to gather the next ones."""
         for number in self.order.visit(state.index, state.sharded_state is not SHARDED or not state.param_groups):
             self._gather(self.states[number])
         try:
@@ -256,7 +256,7 @@ class Runtime:
         return holder is None or holder is state or not (holder.is_running or holder is self._last)
 
     def unshard(self, state: FSDPState) -> None:
-        """Start to gather `state` now, so that its next forward has no need to."""
+        """Start to gather `state` now, so that its next forward need not."""
         is_between = not self.is_running()
         if not state.has_own_buffer:
             state.is_asked = self.is_stale = True
@@ -275,13 +275,13 @@ class Runtime:
             state.is_kept = is_between
 
     def reshard(self, state: FSDPState) -> None:
-        """Gather `state` again before its next use."""
+        """Mark `state` as sharded, so that its next use gathers it again."""
         state.is_kept = False
         if not state.is_running:
             state.sharded_state = SHARDED
 
     def _assign_buffers_anew(self) -> None:
-        """Assign buffers by the options as they are now, unless on some rank a graph needs what lies in one."""
+        """Assign buffers by the present options, unless a graph on some rank still needs values in a buffer."""
         is_idle = all(state.buffer.is_idle for state in self.states)
         if not all(map(any, self._group.exchange(bytes([is_idle])))):
             return  # the next forward tries again
@@ -313,7 +313,7 @@ class Runtime:
 
     @untraced(UNCOMPILED)
     def start_backward(self, grad: torch.Tensor | None = None) -> None:
-        """Start backward state if it has not started. Usable as a tensor hook."""
+        """Start the backward state if it has not started. Usable as a tensor hook."""
         if self._is_backward and self._ending() is None:
             self._break_off()
         if not self._is_backward:
@@ -323,14 +323,14 @@ class Runtime:
         def end() -> None:  # lives as long as autograd's task
             self._end_backward()
 
-        # Where a backward breaks off, modules show their sharded parameters as soon as autograd's task is gone.
+        # If a backward breaks off, modules show their sharded parameters as soon as autograd's task is gone.
         self._is_backward, self._ending = True, weakref.ref(end, self._show_sharded)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._scope.begin()
         self.order.begin(("backward", self._scope.called, self._trains), self._gathered_again)
         self.reducer.begin(self._scope.called, self._groups_in_scope)
         for state in self.states:
-            if state.stays_unsharded:  # no backward gathers it, but after an earlier backward of the same forward
+            if state.stays_unsharded:  # only a second backward of the same forward gathers it
                 is_lost = state.sharded_state is SHARDED and state.param_groups
                 if is_lost and self._is_in_scope(state) and all([group.is_unwritten for group in state.param_groups]):
                     self._gather(state)
@@ -352,7 +352,7 @@ class Runtime:
                 state.end_backward()
 
     def _break_off(self) -> None:
-        """Drop a backward that an error ended."""
+        """Drop the state of a backward that an error ended."""
         self._is_backward = False
         self._show_sharded()
         self.reducer.drop()

@@ -1,4 +1,4 @@
-"""`FSDPState`: a module whose parameters are gathered together, just before it runs."""
+"""`FSDPState`: the state of a module whose parameters are gathered together, just before it runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardtensor.tensor.trees import cast_floats, tensors_in, with_hook
 
 
 class ShardedState(Enum):
-    """Which values of its parameters a state has."""
+    """Whether a state's parameters are gathered."""
 
     SHARDED = auto()
     UNSHARDING = auto()
@@ -41,22 +41,22 @@ class FSDPState:
     """The parameters of one module, and the hooks around its forward and backward.
 
     Attributes:
-        param_groups: the parameters; of one dtype each.
+        param_groups: the parameters, in groups of one dtype each.
         runtime: it calls all-gathers and reductions; shared by all states of a model. None before the first forward.
         index: of this state in the runtime.
-        name: of the module in the runtime's outermost one.
+        name: of the module in the runtime's outermost module.
         versions: the version counters of the unsharded parameters.
         stays_unsharded: whether parameters stay unsharded from forward to the end of backward.
         has_own_buffer: whether no other state is gathered into its buffer.
         is_asked: whether the user called ``unshard()``.
-        is_kept: whether it was gathered for the next forward, which gathers only what was written since.
+        is_kept: whether it is gathered for the next forward, which gathers it again only if it was written since.
         keeps_after_backward: `FSDPModule.set_reshard_after_backward`.
         skips_backward: `FSDPModule.set_unshard_in_backward`.
         ahead: how many states are gathered ahead while this one runs, in forward and in backward.
         reductions_ahead: how many reductions may be pending at a time; 0 for the default.
         post_forward_mesh: with ``reshard_after_forward=n``.
-        is_running: how many calls of the module's forward are going on.
-        is_in_backward: whether its backward has begun, and the whole has not ended.
+        is_running: how many calls of the module's forward are running.
+        is_in_backward: whether its backward has begun, and the backward of the model has not ended.
     """
 
     new_runtime: ClassVar[Callable[[FSDPState], Any]]  # set by `runtime`, which imports this file
@@ -84,7 +84,7 @@ class FSDPState:
         watch_backward()
 
     def refer(self) -> None:
-        """Let the groups know this state, which has run nothing yet."""
+        """Set the groups' references to this state, and reset it to before the first forward."""
         for group in self.param_groups:
             group.state = weakref.ref(self)
         self.is_running, self.is_in_backward = 0, False
@@ -115,12 +115,12 @@ class FSDPState:
 
     @property
     def title(self) -> str:
-        """What errors call its module."""
+        """The name of its module in errors."""
         return f"{self.name} ({plain_class(self.module).__name__})".strip()
 
     @property
     def is_lookup(self) -> bool:
-        """Whether all its parameters are tables of embeddings, whose backward does not read them."""
+        """Whether all its parameters are embedding tables, whose backward does not read them."""
         owners = [owner for group in self.param_groups for info in group.params_info for owner, _ in info.homes]
         kinds = (nn.Embedding, nn.EmbeddingBag)
         return all(type(owner) in kinds and owner.max_norm is None for owner in owners)
@@ -128,7 +128,7 @@ class FSDPState:
     # -- the module's parameters ------------------------------------------------------------------------------------
 
     def make_swaps(self) -> None:
-        """List which parameters each module holds while it runs, and which afterwards."""
+        """List which parameters each module holds while it runs, and which after it."""
         found: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
         owners: dict[int, nn.Module] = {}
         for group in self.param_groups:
@@ -162,14 +162,14 @@ class FSDPState:
             self._show_rnns()
 
     def _show_rnns(self) -> None:
-        """Have recurrent layers, which keep a list of their parameters, list those that are shown."""
+        """Update the list of parameters that each recurrent layer keeps to those it holds now."""
         for owner in self._rnns:
             owner._flat_weights = [owner._parameters[name] for name in owner._flat_weights_names]
 
     # -- gathering --------------------------------------------------------------------------------------------------
 
     def use(self, streams: Streams) -> None:
-        """Gather beside these streams from now on."""
+        """Use these streams from now on."""
         self.streams, self._ready = streams, streams.event()
 
     def gather(self, stream: Stream, is_again: bool) -> None:
@@ -192,17 +192,17 @@ class FSDPState:
         return [group.gather() for group in self.param_groups]
 
     def finish(self) -> None:
-        """Wait for a pending all-gather, whose buffer is to be used for another one."""
+        """Wait for a pending all-gather, before another one uses its buffer."""
         if self._pending:
             for pending in self._pending:
                 pending.wait()
             self._pending = []
 
     def make_room_for(self, state: FSDPState) -> None:
-        """Let `state`, perhaps this one anew, be gathered into this one's buffer.
+        """Free the buffer of this state for an all-gather of `state`, which may be this one again.
 
         Raises:
-            RuleError: this one's module runs, and computes with what lies there.
+            RuleError: the module of this state is running, and computes with the values in the buffer.
         """
         if state is not self:
             if self.is_running:
@@ -221,7 +221,7 @@ class FSDPState:
             self.finish()
 
     def move_from(self, unsharded: list[torch.Tensor]) -> None:
-        """Copy what was gathered into other buffers."""
+        """Copy gathered values from old buffers into the present ones."""
         for group, values in zip(self.param_groups, unsharded, strict=True):
             assert group.unsharded is not None, "buffers were assigned before"
             group.unsharded.copy_(values)
@@ -229,7 +229,7 @@ class FSDPState:
         self.sharded_state, self.buffer.holder = UNSHARDED, self
 
     def wait(self) -> None:
-        """Make the caller's stream wait for the all-gather."""
+        """Make the caller's stream, or on the CPU the host, wait for the all-gather."""
         if self._ready is None:
             self.finish()
         else:
@@ -242,7 +242,7 @@ class FSDPState:
 
     @untraced(UNCOMPILED)
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before the module's forward."""
+        """Run before the module's forward; return its inputs, cast by the policy."""
         runtime = self.runtime
         if runtime is None or not runtime.is_current:
             runtime = self.found_runtime()
@@ -257,7 +257,7 @@ class FSDPState:
 
     @untraced(UNCOMPILED)
     def leave(self, output: Any) -> Any:
-        """After the module's forward."""
+        """Run after the module's forward; return its output, cast by the policy and with hooks for backward."""
         self._left()
         runtime = self.runtime
         output = not_in_buffer(output, self._memory, self)
@@ -275,7 +275,7 @@ class FSDPState:
 
     @untraced(UNCOMPILED)
     def abandon(self) -> None:
-        """After a forward that raised."""
+        """Run after a forward that raised."""
         self._left()
         self.runtime.abandon()
 
@@ -286,7 +286,7 @@ class FSDPState:
 
     @untraced(UNCOMPILED)
     def _pre_backward(self, generation: int, grad: torch.Tensor) -> None:
-        """Before the module's backward, of a forward with this generation of values."""
+        """Run before the module's backward; `generation` is that of the values in its forward."""
         if self.runtime is None:
             raise RuleError(
                 "the backward of a fully sharded module came after free_gathered",
@@ -296,28 +296,28 @@ class FSDPState:
         self.runtime.pre_backward(self, generation)
         if not self.is_in_backward:
             self.is_in_backward = True
-            self.show_unsharded()  # a part of the module may be recomputed
+            self.show_unsharded()  # checkpoints may recompute a part of the module
 
     def end_backward(self) -> None:
-        """After a backward that went through the module."""
+        """Run after a backward through the module."""
         self.is_in_backward = False
         if not self.is_running:
             self.show_sharded()
 
     def found_runtime(self) -> Any:
-        """Return the runtime of this state; a new one, of this state and those in it, where there is none."""
+        """Return the runtime of this state; if it has none, make one for this state and those inside its module."""
         if self.runtime is None or not self.runtime.is_current:
             self.runtime = FSDPState.new_runtime(self)
         return self.runtime
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """The state of a module itself, if it is fully sharded."""
+    """Return the state of a module itself; None if it is not fully sharded."""
     return module.__dict__.get("_fsdp_state")
 
 
 def states_in(module: nn.Module) -> Iterator[tuple[str, FSDPState]]:
-    """The states of a module and of all modules in it, outer ones first."""
+    """Yield the names and states of a module and of all modules in it, outer ones first."""
     seen = set()
     for name, child in module.named_modules():
         state = state_of(child)
@@ -327,16 +327,16 @@ def states_in(module: nn.Module) -> Iterator[tuple[str, FSDPState]]:
 
 
 def plain_class(module: nn.Module) -> type:
-    """The class that users gave a module, fully sharded or not."""
+    """Return the original class of a module, fully sharded or not."""
     return type(module).__mro__[2] if state_of(module) is not None else type(module)
 
 
-@torch.inference_mode(False)  # else autograd would never take what lies in it, nor views of it
+@torch.inference_mode(False)  # otherwise autograd could not use tensors in the buffers
 def assign_buffers(states: Sequence[FSDPState]) -> None:
-    """Give every state its buffer: one of its own where it has to stay unsharded, else one of a ring in turns.
+    """Assign a buffer to every state: its own if it has to stay unsharded, else one of a ring, which they share.
 
-    The ring has a buffer for a module that computes and for as many as are gathered ahead of it. All ranks call it:
-    where the copy engines of GPUs can gather, the memory is registered with all.
+    The ring has a buffer for the module that computes and one for each module gathered ahead of it. All ranks call it:
+    if the copy engines of GPUs can gather, the memory is registered on all ranks.
     """
     old = {id(state.buffer.allocation): state.buffer.allocation for state in states if state.buffer is not None}
     depth = max([GATHER_BUFFERS, *(1 + ahead for state in states for ahead in state.ahead)])

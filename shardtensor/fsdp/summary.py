@@ -1,4 +1,4 @@
-"""A fully sharded model in a table: what is gathered as one, how large it is, and what stays gathered, and why."""
+"""A table of the units of a fully sharded model: their sizes, and which of them stay gathered, and why."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def fsdp_summary(module: nn.Module) -> str:
 
     For each: its name and class, the elements of its parameters, the bytes of this rank's range of them and of the
     gathered whole, padding included, whether it stays gathered from its forward to the end of its backward, and its
-    flats: dtype, number of parameters, and the share of padding where it is a hundredth or more.
+    flats (flat buffers): dtype, number of parameters, and the share of padding if it is at least one percent.
 
-    A unit that is gathered again in backward costs one more gather of its bytes; one that stays costs memory. So units
-    that hold other units stay, since they are in use in all of the time between, and small ones of 64 KiB or less do,
-    because such a gather takes longer to start than to run. ``reshard_after_forward`` of True or False says otherwise.
+    A unit that is gathered again in backward costs one more gather of its bytes; one that stays gathered costs memory.
+    Units that contain other units stay gathered, since they are in use all the time between. Units of 64 KiB or less
+    stay too: their gather takes longer to start than to run. ``reshard_after_forward=True`` or False overrides this.
 
     Raises:
         LayoutError: nothing in the module is fully sharded.

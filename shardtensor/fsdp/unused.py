@@ -1,9 +1,9 @@
-"""Which parameters got a gradient in a backward, and whether the ranks agree on it.
+"""The unused-parameter check: which parameters got a gradient in a backward, and whether the ranks agree on it.
 
-Ranks are expected to agree. Each computes a number from what it used; one all-reduce of two numbers at the end of a
-backward gives the largest and the smallest of all. The next step compares them, when the result has long arrived. In
-the first backward, and in each with ``find_unused=True``, the ranks exchange at once what they used, so that a
-parameter which any of them used has a gradient on all.
+Ranks are expected to agree. Each computes a number from the parameters it used; one all-reduce at the end of a backward
+returns the largest and the smallest. The next step compares them, when the result has long arrived. In the first
+backward, and in each with ``find_unused=True``, the ranks exchange at once which parameters they used, so that a
+parameter that any rank used has a gradient on all.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Pattern = list[tuple[int, list[bool]]]
 
 
 class UnusedCheck:
-    """What this rank used, backward by backward.
+    """The parameters that this rank used in a backward, and the check that all ranks used the same.
 
     Args:
-        names: of the parameters of each group, as the model calls them.
-        is_exact: settle in each backward which parameters were used by any rank.
-        explain: raises where ranks went different ways; called while the host waits for the device.
+        names: of the parameters of each group, in the model.
+        is_exact: exchange in each backward which parameters each rank used.
+        explain: raises if ranks called different units; called while the host waits for the device.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class UnusedCheck:
         self._flag: torch.Tensor | None = None
         self._host: torch.Tensor | None = None
         self._event = streams.event()
-        self._is_out = False  # a flag is on its way, or there and not looked at
+        self._is_out = False  # a flag was sent and is not checked yet
 
     @property
     def asks(self) -> bool:
-        """Whether this backward settles with the other ranks what was used."""
+        """Whether the ranks exchange in this backward which parameters they used."""
         return self._data_mesh.whole.size > 1 and (self.is_exact or not self._last)
 
     # -- exactly ----------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class UnusedCheck:
         return found
 
     def _masks(self, pattern: Pattern) -> list[bytes]:
-        """For each group, a byte for each parameter: whether it was used."""
+        """Return for each group a byte for each parameter: whether it was used."""
         masks = [[False] * len(names) for names in self._names]
         for number, used in pattern:
             masks[number] = [a or b for a, b in zip(masks[number], used, strict=True)]
@@ -88,7 +88,7 @@ class UnusedCheck:
     # -- cheaply ----------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """At the end of a backward, in the stream of its reductions: send the flag off. All ranks call it."""
+        """All-reduce the flag, in the stream of the reductions. All ranks call it at the end of a backward."""
         pattern, self.pattern = self.pattern, []
         if self._data_mesh.whole.size == 1:
             return
@@ -112,13 +112,13 @@ class UnusedCheck:
         self._is_out = True
 
     def check(self, waits: bool) -> None:
-        """Raise where ranks did not agree in the backward before. All ranks call it at the same places.
+        """Raise an error if ranks did not agree in the last backward. All ranks call it at the same places.
 
         Args:
-            waits: look at what was sent, and if the device is not so far, wait for it.
+            waits: check the flag of the last backward too, and wait for the device if needed.
 
         Raises:
-            RuleError: (a RuntimeError) parameters were used on some ranks only; names them.
+            RuleError: (a RuntimeError) some parameters were used on some ranks only; the error names them.
         """
         fault, self._fault = self._fault, None
         if fault is not None:
@@ -134,8 +134,8 @@ class UnusedCheck:
             raise self._disagreement(self._data_mesh.whole.exchange(b"".join(self._masks(self._last))))
 
     def _wait(self, event: Any) -> None:
-        """Let the host wait, and look now and then whether other ranks wait for this one elsewhere."""
-        if _is_capturing():  # which refuses questions about events
+        """Wait on the host, and check about once a second whether other ranks wait for this one elsewhere."""
+        if _is_capturing():  # in which torch refuses to query events
             event.synchronize()
             return
         looked = time.monotonic()
@@ -166,7 +166,7 @@ class UnusedCheck:
 
 
 def names_of(states: Sequence[Any]) -> list[list[str]]:
-    """The names of the parameters of each group of some units."""
+    """Return the names of the parameters of each group of the states."""
     return [
         [f"{state.name}.{info.name}" if state.name else info.name for info in group.params_info]
         for state in states
