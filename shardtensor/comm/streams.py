@@ -1,7 +1,7 @@
 """Side streams for collectives, beside the caller's stream; on the CPU there are none.
 
-The host pays for every question that it asks torch about the current stream. So that is asked once for each pass, and
-streams are changed and events recorded without asking again.
+Every call of torch for the current stream takes host time. So it is read once for each pass; streams are switched and
+events recorded without another such call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Streams:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Ask for the caller's stream; return whether it is another than before."""
+        """Read the caller's stream from torch; return whether it has changed."""
         before = self.caller
         self.caller = torch.cuda.current_stream(self.device) if self.is_cuda else None
         return bool(before != self.caller)
@@ -40,13 +40,13 @@ class Streams:
 
 
 class Stream:
-    """The caller's own stream, as on the CPU: there is nothing to wait for. Work inside ``with`` runs in it."""
+    """A stream with nothing to wait for, as on the CPU: work inside ``with`` runs in the caller's own stream."""
 
     def follow(self) -> None:
-        """Make this stream wait for all that the caller's has got."""
+        """Make this stream wait for all work in the caller's stream."""
 
     def mark(self, event: Any) -> None:
-        """Record an event here."""
+        """Record an event in this stream."""
 
     def synchronize(self) -> None:
         """Make the host wait for this stream."""
@@ -62,12 +62,12 @@ class Stream:
 
 
 class CudaStream(Stream):
-    """A stream of its own."""
+    """A CUDA stream other than the caller's."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams, self._stream = streams, torch.cuda.Stream(streams.device)
         self._follows, self._joins = torch.cuda.Event(), torch.cuda.Event()
-        self._is_joined = True  # the caller's stream waits for all of it; a capture refuses to wait again
+        self._is_joined = True  # the caller's stream waits for all of it; waiting again is an error in a capture
 
     def follow(self) -> None:
         self._is_joined = False
@@ -94,6 +94,6 @@ class CudaStream(Stream):
 
 
 def _use(stream: Any) -> None:
-    torch._C._cuda_setStream(  # ten times faster than the context that torch.cuda has
+    torch._C._cuda_setStream(  # ten times faster than ``torch.cuda.stream``
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )

@@ -1,4 +1,4 @@
-"""The data ranks, which compute gradients of different parts of the batch: all of a mesh, or those along some axes."""
+"""The data ranks: ranks of a mesh, all or along some axes, that compute gradients of different parts of the batch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 @attrs.frozen(eq=False)
 class DataMesh:
-    """Groups of ranks and the axes they lie along.
+    """The groups of data ranks, and the axis along which they shard parameters.
 
     Args:
-        whole: all the ranks; each computes gradients of its own part of the batch.
-        shard: those that hold one copy together.
+        whole: all data ranks; each computes gradients of its own part of the batch.
+        shard: the ranks that shard one replica of the parameters among them.
         reduce: the same ranks as `shard`, for reductions that run beside its gathers.
-        replicate: those that hold the same part; of size 1 without hybrid sharding.
+        replicate: the ranks that hold replicas of the same shard; None without hybrid sharding.
         axis: the name of the axis that parameters are sharded along.
     """
 
@@ -35,19 +35,19 @@ class DataMesh:
 
     @property
     def is_named(self) -> bool:
-        """Whether `axis` is a name that the mesh gave it; else it goes by any."""
+        """Whether `axis` is a name of the group's mesh; otherwise any name is accepted for it."""
         return self.whole.mesh is not None
 
     @classmethod
     def of(cls, mesh: Any) -> DataMesh:
-        """Read a mesh of data ranks: of one axis, or of two, the first of which repeats.
+        """Read a mesh of data ranks: of one axis, or of two, where parameters are replicated along the first.
 
         Args:
             mesh: a DeviceMesh or a part of one (``mesh["dp"]``), a process group, None for the default group; or the
                 names of axes of the default mesh, ``"dp"`` or ``"rep*dp"``; ``("rep", "dp")`` is the same.
 
         Raises:
-            LayoutError: it has more axes, or this rank is not in it.
+            LayoutError: it has more axes, a name is unknown, or this rank is not in it.
         """
         if isinstance(mesh, tuple | list) and mesh and all(isinstance(name, str) for name in mesh):
             mesh = "*".join(mesh)
@@ -78,7 +78,7 @@ class DataMesh:
 
 
 def _named(text: str) -> Group:
-    """The ranks along axes of the default mesh."""
+    """Return the group of ranks along axes of the default mesh."""
     world, names = as_group(None), tuple(name.strip() for name in text.replace(",", "*").split("*"))
     grid = world.mesh
     unknown = [name for name in names if grid is None or name not in grid.names]
@@ -96,7 +96,7 @@ def _named(text: str) -> Group:
 
 @attrs.frozen(eq=False)
 class DataAxes:
-    """The axes along which ranks get different parts of the batch.
+    """The axes along which ranks have different parts of the batch.
 
     Attributes:
         names: of the axes.
@@ -112,7 +112,7 @@ class DataAxes:
 
     @classmethod
     def of(cls, axes: str | Sequence[str], process_group: Any) -> DataAxes:
-        """Find the axes in a mesh; a group without a mesh is one axis, of any name."""
+        """Return the data axes of a mesh; a group without a mesh is one axis, of any name."""
         names = tuple(name.strip() for name in axes.split("*")) if isinstance(axes, str) else tuple(axes)
         whole = as_group(process_group)
         mesh = whole.mesh

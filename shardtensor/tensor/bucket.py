@@ -16,7 +16,7 @@ import torch
 from shardtensor.layout.ranges import Ranges, ShardPlacement
 
 KEPT_BYTES = 1 << 24
-"""Buffers of gradients that are larger are freed after each backward: a loss needs the most memory before it."""
+"""Larger gradient buffers are freed after each backward: memory use is highest at the loss, before the next one."""
 
 Shape = tuple[int, ...]
 Grads = Sequence[torch.Tensor | None]
@@ -80,7 +80,7 @@ class Bucket:
         return own.split_with_sizes(self._own_sizes)[self._own_params]
 
     def gradient_buffer(self, memory: torch.Tensor) -> GradientBuffer:
-        """Return the buffer of gradients in flat `memory` of `total` elements, or of `chunk` more for the sum."""
+        """Return the gradient buffer in flat `memory`, of `total` elements, or of `chunk` more to hold the sum."""
         packed, behind = memory[: self.total], memory[self.total :]
         params, padding = self.views(packed)
         return GradientBuffer(packed, params, padding, behind if len(behind) else self.own(packed))
@@ -102,7 +102,7 @@ class GradientBuffer:
     summed: torch.Tensor
 
     def allocate(self) -> None:
-        """Have memory again after `free`; the views are of the new memory, without values."""
+        """Allocate the memory again after `free`; the views use it, and their values are undefined."""
         storage = self.packed.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.packed.nbytes)

@@ -84,7 +84,7 @@ Hook = Callable[[torch.Tensor], None]
 def with_hook(output: Any, hook: Hook, leaf_hook: Hook) -> Any:
     """Call `hook` when a gradient comes to any tensor of `output`, `leaf_hook` for a leaf; return `output`.
 
-    A leaf was computed from nothing: a module that returns one only passes it on.
+    No operation computed a leaf: a module that returns one only passes it on.
     """
     if not isinstance(output, torch.Tensor):
         for x in tensors_in(output):
@@ -95,14 +95,14 @@ def with_hook(output: Any, hook: Hook, leaf_hook: Hook) -> Any:
 
 
 def _register(x: torch.Tensor, hook: Hook, leaf_hook: Hook) -> None:
-    """As ``x.register_hook``, but that of hooks on one tensor the last runs first, and no handle is made.
+    """Register `hook` as ``x.register_hook`` does, but before the tensor's earlier hooks and without a handle.
 
-    A module that only passes a tensor on has its backward before the one that made it. Handles are a quarter of the
-    time of ``register_hook``.
+    A module that only passes a tensor on runs its backward before the module that computed it. Making handles takes a
+    quarter of the time of ``register_hook``.
     """
     base = x._base
     if base is not None and base.grad_fn is not None:
-        x = base  # a write to a view gives it another node; gradients go on to that of its base
+        x = base  # an in-place write changes a view's node, but gradients still flow to the base's
     node = x.grad_fn if type(x) is torch.Tensor else None
     if node is None:
         x.register_hook(leaf_hook if x.is_leaf else hook)
@@ -110,7 +110,7 @@ def _register(x: torch.Tensor, hook: Hook, leaf_hook: Hook) -> None:
     hooks: Any = x._backward_hooks
     if hooks is not None:
         later = list(hooks.items())
-        hooks.clear()  # autograd reads the plain dict, which `move_to_end` leaves as it is
+        hooks.clear()  # autograd reads it as a plain dict, whose order `move_to_end` does not change
         hooks.update([(hook, hook), *later])
         return
     x._backward_hooks = OrderedDict(((hook, hook),))  # type: ignore[arg-type]
