@@ -18,7 +18,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their joint norm is at most `max_norm`; return the norm before.
+    """Scale gradients in place so that their joint norm is at most `max_norm`; return the norm before scaling.
 
     Each element of the model counts once, also if several ranks hold it. It runs one all-reduce for each group of
     ranks, usually one in all; the number of kernels does not grow with the number of parameters. All ranks of the
@@ -57,7 +57,7 @@ def clip_grad_norm_(
             "`error_if_nonfinite=False`"
         )
     scale = (total + 1e-6).reciprocal_()
-    if isinstance(max_norm, torch.Tensor) or max_norm != 1:  # the usual one costs no kernel
+    if isinstance(max_norm, torch.Tensor) or max_norm != 1:  # a max_norm of 1 needs no kernel
         scale = scale * max_norm
     scale.clamp_(max=1.0)
     for locals_ in _by_kind(grads):

@@ -117,8 +117,8 @@ class FlatGroup:
 class FlatGroups:
     """The flat parameter groups of an optimizer, and its state by leaf.
 
-    A flat group has one state from when it is found until it is split: for all of them by `split_all`, for one when
-    only some of its leaves have gradients.
+    A flat group has one state from when it is found until it is split: `split_all` splits all groups, a step splits
+    one if only some of its leaves have gradients.
 
     Args:
         optimizer: its groups contain the leaves, except while it steps.
@@ -162,12 +162,12 @@ class FlatGroups:
                 group["params"] = params
             for flats, _ in self._groups or ():
                 for flat in flats:
-                    flat.tensor.grad = None  # its memory is that of the leaves' gradients
+                    flat.tensor.grad = None  # it would keep the memory of the leaves' gradients
 
     def _grouped(self, leaves: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         if self._groups is None:
             if any(leaf.is_cuda for group in leaves for leaf in group) and torch.cuda.is_current_stream_capturing():
-                return leaves  # to compare states waits for the device
+                return leaves  # comparing states waits for the device
             self._groups = [find_flat_groups(group) for group in leaves]
             for flats, alone in self._groups:
                 for flat in list(flats):

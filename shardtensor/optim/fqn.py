@@ -75,8 +75,8 @@ def optim_state_dict_to_load(
         model: the model whose parameters the optimizer steps.
         optimizer: the optimizer that will load the state, or an equal one.
         state: by name; its tensors full or sharded with any layouts.
-        is_named_optimizer: key the result by name rather than by torch's numbers. For a `ShardedOptimizer` the keys are
-            always the names that it was made with.
+        is_named_optimizer: key the result by name rather than by torch's numbers. The keys for a `ShardedOptimizer` are
+            always the names with which it was made.
 
     Returns:
         a state dict whose tensors have the layouts of the parameters, and share no memory with `state`.

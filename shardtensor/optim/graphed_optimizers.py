@@ -28,7 +28,7 @@ GroupKey = tuple[int, int]
 
 
 class GraphedOptimizers:
-    """The optimizers of a step, each found when it first steps, and the device tensors of their learning rates.
+    """The optimizers of a step, each added when it first steps, and the device tensors of their learning rates.
 
     Args:
         device: of the learning rates.
@@ -39,9 +39,9 @@ class GraphedOptimizers:
         self._optimizers: dict[int, optim.Optimizer] = {}
         self._hooks: list[Any] = []
         self._rates: dict[GroupKey, torch.Tensor] = {}
-        self._sent: dict[GroupKey, Any] = {}  # the learning rates that the tensors have
+        self._sent: dict[GroupKey, Any] = {}  # the learning rates that were copied to the tensors
         self._saved: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-        self._loads: list[int] = []  # of state dicts: the graph has the tensors of the state before
+        self._loads: list[int] = []  # of state dicts: after one, the graph still uses the tensors of the old state
         self._captured: Any = None
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # keeps leaves, so that their ids stay unique
 
@@ -132,7 +132,7 @@ class GraphedOptimizers:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Check a step that is captured inside: that replays will do the same as calls.
+        """Check that replays of a step, which is captured inside ``with``, do the same as calls.
 
         Raises:
             CaptureError: the step made optimizer state, or it left gradients of parameters that had none before.
@@ -153,7 +153,7 @@ class GraphedOptimizers:
                     fix="call optimizer.zero_grad() inside the step, before backward or after optimizer.step()",
                 )
         except BaseException:
-            for leaf, grad in before:  # nothing has run, so gradients of the capture have no values
+            for leaf, grad in before:  # no kernel has run, so gradients of the capture have no values
                 leaf.grad = grad
             raise
         self._grads = [(leaf, grad if leaf.grad is grad else None) for leaf, grad in before]
@@ -170,7 +170,7 @@ class GraphedOptimizers:
         )
 
     def host_values(self) -> Any:
-        """Return the values that a graph has from the host: hyperparameters, and addresses of parameters and state."""
+        """Return what must be as in the capture: hyperparameters, addresses of parameters, number of loaded states."""
         for optimizer in self._optimizers.values():
             if isinstance(optimizer, ShardedOptimizer):
                 optimizer.check_not_replaced()

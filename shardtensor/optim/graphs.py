@@ -29,8 +29,8 @@ def graphed_step(
 
     Each call is one step on its inputs. The first `warmup` calls run `step` itself, the next one captures it. Later
     calls copy their inputs into the graph's buffers and replay it. A replay reads the current learning rates, so
-    schedulers work; on the device they are float32, as torch has them for a learning rate that is a tensor. Results
-    are bit for bit those of `step` with the same optimizer and such a learning rate.
+    schedulers work. On the device they are float32 tensors. Results are bit for bit those of `step` with the same
+    optimizer and with such a tensor as its learning rate.
 
     After another hyperparameter was changed, a state dict was loaded, or parameters were moved, resharded or added, the
     next call runs `step` itself and the one after it captures again. Changes before each call prevent all replays.
@@ -79,7 +79,7 @@ def graphed_step(
 
 
 class GraphedStep:
-    """A step that is replayed, made by `graphed_step`. As a context manager it closes itself.
+    """A step that is replayed, made by `graphed_step`. At the end of a ``with`` block it is closed.
 
     A graph with collectives must be released before its process groups are destroyed: destroying a group, and the end
     of the process, release it first. `close` releases it at once.
@@ -241,7 +241,7 @@ def _buffer(x: Any, device: torch.device) -> Any:
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
-    """What every call must have in common with the capture: of a tensor all but its values, of others the value."""
+    """Return what must be equal in every call and the capture: all of a tensor but its values; other values."""
     if not isinstance(x, torch.Tensor):
         return type(x), x
     layout = (x._layout, x._group) if isinstance(x, ShardedTensor) else None
@@ -295,7 +295,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         torch.clear_autocast_cache()  # else a replay would not repeat the casts of weights that are cached
-        gc.collect()  # so that no object is freed during the capture that CUDA cannot free then
+        gc.collect()  # so that the collector frees no CUDA object during the capture, where that is an error
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
             # "thread_local": the threads of NCCL and of data loaders may call CUDA meanwhile.
@@ -329,7 +329,7 @@ _is_watching = False
 def release_before_groups(holder: Any) -> None:
     """Call ``holder.release()`` before any process group is shut down, and before the process ends.
 
-    NCCL waits for ever when it destroys a communicator that a graph still uses. All ways to destroy a group call
+    NCCL hangs when it destroys a communicator that a graph still uses. All functions that destroy a group call
     `ProcessGroup.shutdown`, which the first call of this function wraps.
     """
     global _is_watching

@@ -53,7 +53,7 @@ class ParamRecord:
     Attributes:
         name: its FQN.
         param: the user's parameter, a ShardedTensor or a plain tensor.
-        leaf: its local tensor, which is the leaf for autograd; a plain parameter itself.
+        leaf: its local tensor, which is the leaf for autograd; for a plain parameter, the parameter.
         layout, group: of a sharded parameter; None for a plain one.
         dtype, device: of `leaf`.
     """
@@ -101,7 +101,7 @@ def changed(records: Iterable[ParamRecord]) -> list[ParamRecord]:
 def agree_in_groups(
     records: Iterable[ParamRecord], call: str, facts: Mapping[str, str], fault: ShardTensorError | None
 ) -> None:
-    """Run `agree` in each group of ranks that holds one of the parameters; where there is none, raise the fault."""
+    """Run `agree` in each group of ranks that holds one of the parameters; without such a group, raise the fault."""
     groups = {id(record.group): record.group for record in records if record.group is not None}
     members = [group for group in groups.values() if group.index >= 0]
     if fault is not None and not members:

@@ -45,7 +45,7 @@ class ShardedOptimizer(optim.Optimizer):
 
     Before each step it checks its parameters. If a local tensor, a device, a dtype or a layout has changed, it moves
     the state with it. If it was made from a module, it also raises if parameters were *replaced* (``assign=True``,
-    ``to_empty``, ``module.weight = ...``); from names and tensors alone neither it nor torch can notice that.
+    ``to_empty``, ``module.weight = ...``); from names and tensors alone, neither it nor torch's can detect that.
 
     Args:
         named_params: a module, a dict, ``module.named_parameters()``, or groups: a list of dicts with one of these
@@ -206,7 +206,7 @@ class ShardedOptimizer(optim.Optimizer):
         self._sync()
         self._flat_groups.step(self.param_groups, self._inner_step)
         for group in self._inner.param_groups:
-            if group.get("fused"):  # its kernels count no version, which autograd and fully sharded modules go by
+            if group.get("fused"):  # its kernels do not increment versions, which autograd and `fully_shard` read
                 torch._C._increment_version(group["params"])
         return loss
 
@@ -344,8 +344,8 @@ class ShardedOptimizer(optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._staleness = None  # the parameters of a copy are not those of the module
-        records = list(self._records.values())  # the ids of their parameters are others
+        self._staleness = None  # a copy has other parameters than the module
+        records = list(self._records.values())  # their parameters have new ids
         self._records.clear()
         self._records.update((id(record.param), record) for record in records)
 

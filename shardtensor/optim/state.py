@@ -75,7 +75,7 @@ def scalar_value(value: torch.Tensor, record: ParamRecord, key: str, options: Ma
 
 
 def redistributed_value(value: Any, record: ParamRecord, was: ParamRecord) -> Any:
-    """Return a value of a parameter's state after the parameter got another layout, device or dtype."""
+    """Return a value of a parameter's state, adapted to the parameter's new layout, device and dtype."""
     if isinstance(value, list | tuple | dict):
         return mapped(value, lambda item, _: redistributed_value(item, record, was))
     if not isinstance(value, torch.Tensor) or value.dim() == 0:

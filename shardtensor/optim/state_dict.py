@@ -1,4 +1,4 @@
-"""State dicts by parameter name: saved state is matched to the groups of an optimizer. Without tensor operations."""
+"""State dicts by parameter name: match saved state to the groups of an optimizer, without tensor operations."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def by_name(optimizer: optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return an optimizer's state and groups; `names` has the name of each parameter by its id."""
+    """Return an optimizer's state and groups by name; `names` maps the id of each parameter to its name."""
     params = (param for group in optimizer.param_groups for param in group["params"])
-    places = {id(param): i for i, param in enumerate(params)}  # the order of groups, however parameters are stepped
+    places = {id(param): i for i, param in enumerate(params)}  # the order of the groups
     entries = sorted(optimizer.state.items(), key=lambda entry: places.get(id(entry[0]), len(places)))
     state = {names.get(id(key), key): dict(values) for key, values in entries if len(values)}
     groups = []
