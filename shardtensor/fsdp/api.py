@@ -72,8 +72,8 @@ def fully_shard(
         shard_placement_fn: how a parameter is sharded over the data ranks. None or ``"flat(dp)"``: a range ends
             anywhere; ``"flat(dp, unit=row)"`` or torch's ``Shard(0)``: between rows; ``"flat(dp, unit=16)"``: at
             multiples of 16 elements; ``Shard(d)``: between slices of dim d; ``"only(dp, 1)"``: data rank 1 has all.
-        find_unused: exchange in each backward which parameters each rank used, so that those that any rank used, and no
-            others, have a gradient on all ranks; the host waits for it. Otherwise all ranks must use the same
+        find_unused: exchange in each backward which parameters each rank used; the host waits for it. All ranks then
+            have a gradient of each parameter that any rank used, and of no other. If False, all ranks must use the same
             parameters; if they do not, the next step raises a RuleError that names the parameters.
 
     Returns:

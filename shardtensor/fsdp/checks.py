@@ -33,7 +33,7 @@ def check(modules: Sequence[nn.Module], params_info: Sequence[ParamInfo], policy
 
     Raises:
         LayoutError: (a ValueError) parameters are in another unit already, or have a dtype that has no sum.
-        RuleError: (a RuntimeError) a parameter object cannot be changed, because of what refers to it.
+        RuleError: (a RuntimeError) a parameter object cannot be changed: a graph or a weak reference refers to it.
     """
     for info in params_info:
         _check_free(modules, info)

@@ -78,7 +78,7 @@ class GroupGradients:
     # -- before the reduction -----------------------------------------------------------------------------------------
 
     def hold(self, grads: Grads) -> None:
-        """Add the gradients of unsharded parameters to those that are kept, until they are packed."""
+        """Keep the gradients of unsharded parameters until they are packed, added to those already kept."""
         if not self.requires_sync:
             self._accumulate(grads)
         elif self.held is None:

@@ -341,7 +341,7 @@ class _Around:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Check the modules and do nothing else. In torch's FSDP it makes modules without a common root share streams.
+    """Check the modules only. In torch's FSDP, modules without a common root then share streams and their memory.
 
     Gathered parameters and packed gradients lie in buffers that are allocated once, so streams cannot fragment memory.
 

@@ -138,7 +138,7 @@ def _source(operands: Iterable[Any]) -> Source | None:
 
 def _computed(x: Any, source: Source | None) -> Any:
     """Return the result `x` of an operation on a parameter; if it is plain, average its gradient over data ranks."""
-    if type(x) is ShardedTensor:  # also where the unit is gone: detach() of a tensor has its class
+    if type(x) is ShardedTensor:  # also if the unit is gone: detach() keeps a tensor's class
         x.__class__ = FSDPParameter
         x._unit = source
         return x

@@ -44,7 +44,7 @@ class ParamGroup:
         parts: views of it for each parameter, with version counters of their own; see `autograd`.
         unsharded_params: the tensors that modules compute with: outputs of one autograd node over `parts`, or
             ShardedTensors or DTensors over them.
-        node: that node; None where all parameters are frozen.
+        node: that node; None if all parameters are frozen.
         trains: which parameters require a gradient.
         changes: how often a leaf was replaced, or its ``requires_grad`` set.
         state: a weak reference to the FSDPState.

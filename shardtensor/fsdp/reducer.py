@@ -240,7 +240,7 @@ class GradientReducer:
             self._settle(self._landed)
         self._recomputed.clear()
         self._stream.join()
-        if self.unused.pattern:  # else nothing was reduced, on any rank
+        if self.unused.pattern:  # otherwise no rank has reduced anything
             with self._stream:
                 self.unused.end()
         if self._memory_size > KEPT_BYTES:

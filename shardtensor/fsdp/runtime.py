@@ -366,7 +366,7 @@ class Runtime:
             self._is_backward = False
             self.reducer.end()
         except BaseException:
-            self._is_backward = True  # broken off, by a hook perhaps: the next forward drops what is left
+            self._is_backward = True  # broken off, for example by a hook: the next forward drops it
             raise
         self.gathers.join()
         for state in self.states:

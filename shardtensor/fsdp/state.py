@@ -333,7 +333,7 @@ def plain_class(module: nn.Module) -> type:
 
 @torch.inference_mode(False)  # otherwise autograd could not use tensors in the buffers
 def assign_buffers(states: Sequence[FSDPState]) -> None:
-    """Assign a buffer to every state: its own if it has to stay unsharded, else one of a ring, which they share.
+    """Assign a buffer to every state: its own if it has to stay unsharded, else one of a ring, used in turns.
 
     The ring has a buffer for the module that computes and one for each module gathered ahead of it. All ranks call it:
     if the copy engines of GPUs can gather, the memory is registered on all ranks.

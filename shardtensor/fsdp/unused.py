@@ -24,7 +24,7 @@ _SHOWN = 8
 _LOOK_S, _PAUSE_S = 1.0, 2e-5
 
 Pattern = list[tuple[int, list[bool]]]
-"""For each reduction of a backward, in order: of which group, and which of its parameters have a gradient."""
+"""For each reduction of a backward, in order: the group's number, and which of its parameters have a gradient."""
 
 
 class UnusedCheck:

@@ -180,7 +180,7 @@ class FlatGroups:
         ]
 
     def _ready(self, flat: FlatGroup, flats: list[FlatGroup], alone: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what to step for a flat group: its tensor with its gradient, or nothing."""
+        """Return the tensors to step for a flat group: its tensor with its gradient, or none."""
         flat.tensor.grad, is_uneven = flat.gradient()
         if is_uneven:
             flat.split(self.state)

@@ -18,7 +18,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 
 def sharded_value(value: Any, record: ParamRecord) -> Any:
-    """Return a value of a leaf's state as one of its parameter's: a local tensor becomes a ShardedTensor over it."""
+    """Convert a value of a leaf's state to its parameter's state: a local tensor becomes a ShardedTensor over it."""
     if (
         record.layout is not None
         and isinstance(value, torch.Tensor)
@@ -33,7 +33,7 @@ def sharded_value(value: Any, record: ParamRecord) -> Any:
 
 @torch.no_grad()
 def local_value(value: Any, record: ParamRecord, key: str, options: Mapping[str, Any]) -> Any:
-    """Return a value of a parameter's state as one of its leaf's: a copy with the leaf's layout, device and dtype.
+    """Convert a value of a parameter's state to its leaf's state: a copy with the leaf's layout, device and dtype.
 
     Collective if `value` is a ShardedTensor with another layout. `options` are those of the parameter's group.
     """
@@ -127,7 +127,7 @@ class ParamState(MutableMapping[Any, Any]):
 
     def __getitem__(self, param: Any) -> Any:
         if param not in self:
-            self._flats.state[self._leaf(param)]  # raises, or makes one where it is a defaultdict
+            self._flats.state[self._leaf(param)]  # raises, or makes an entry if it is a defaultdict
         record = self._records.get(id(param))
         return self._flats.state[param] if record is None else ParamStateEntry(self._flats, record)
 

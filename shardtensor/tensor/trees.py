@@ -82,7 +82,7 @@ Hook = Callable[[torch.Tensor], None]
 
 
 def with_hook(output: Any, hook: Hook, leaf_hook: Hook) -> Any:
-    """Call `hook` when a gradient comes to any tensor of `output`, `leaf_hook` for a leaf; return `output`.
+    """Call `hook` when a gradient reaches any tensor of `output`, or `leaf_hook` for a leaf; return `output`.
 
     No operation computed a leaf: a module that returns one only passes it on.
     """
