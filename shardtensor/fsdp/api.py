@@ -51,8 +51,8 @@ def fully_shard(
     module's class becomes a subclass that is also a `FSDPModule`, with torch's methods. All ranks call it, with the
     same values in the module; they compare names, shapes and options, and send no parameter.
 
-    All ranks must call the units in one order, which they compare while the first pass records it. Later passes do not
-    compare it: if ranks call different units then, all raise a CallMismatchError that names the modules and the ranks,
+    All ranks must call the units in one order, which they compare while the first pass records it. Later passes send
+    nothing to compare: if ranks call different units then, all raise a CallMismatchError that names modules and ranks,
     within the timeout of the group. A rank that does not use a parameter in its unit's forward, or skips a unit after
     the first pass, adds a zero gradient. A rank whose loss reaches no unit runs no backward: the others wait for it.
 

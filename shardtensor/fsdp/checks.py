@@ -1,4 +1,4 @@
-"""Checks before a module is sharded, and detects parameters that were replaced or converted since the last forward.
+"""Checks modules before they are sharded, and detects parameters that were replaced or converted since a forward.
 
 A conversion (``module.half()``), ``to_empty``, a load that assigns, ``param.data = ...`` or ``module.weight = ...``
 leaves a module with other parameters, or parameters with local tensors of their own. As in a plain module, the present
@@ -148,7 +148,7 @@ class ParameterWatch:
 def reset_sharded_params(state: FSDPState) -> None:
     """Rebuild the groups of a unit over the parameters that its modules hold now.
 
-    It sends nothing, except to redistribute a parameter that was put in place with another layout.
+    It sends nothing, except to redistribute a parameter that has another layout, and to compare those of a broken tie.
 
     Raises:
         RuleError: a parameter is missing or has another shape, or dtypes in a group differ.

@@ -1,8 +1,8 @@
 """The execution order: in which order units are gathered. The first pass of a kind records it, later ones follow it.
 
 While they record an order, the ranks compare their next unit before they gather it: collectives of different units
-would wait for each other, or mix values. Later passes do not compare. A rank that skips a unit gathers it when it
-passes its place in the order, and adds no gradients. A rank that calls a unit which is not in the rest of the order
+would wait for each other, or mix values. Later passes send nothing to compare. A rank that skips a unit gathers it when
+it passes its place in the order, and adds no gradients. A rank that calls a unit which is not in the rest of the order
 waits for the others at a rendezvous in the store: if all call it, the pass continues.
 """
 
