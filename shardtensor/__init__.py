@@ -93,7 +93,7 @@ _HOME = {
     "load_plan": "plan.loading",
     "load_with_process_group": "comm.process_group",
     "materialize": "sharding.materializing",
-    "named_params_with_sharded_tensor": "optim.named_params",
+    "named_params_with_sharded_tensor": "parallel.parameter",
     "no_sync": "parallel.data_parallel",
     "ones": "tensor.factories",
     "optim_state_dict": "optim.fqn",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copyreg
 import sys
 import weakref
@@ -174,6 +175,38 @@ def forget_destroyed() -> None:
     for key, (mesh, group) in list(_mesh_groups.items()):
         if mesh() is None or group.process_group not in _world.pg_map:
             del _mesh_groups[key]
+
+
+_live: weakref.WeakSet[Any] = weakref.WeakSet()
+_is_watching = False
+
+
+def release_before_groups(holder: Any) -> None:
+    """Call ``holder.release()`` before any process group is shut down, and before the process ends.
+
+    NCCL hangs when it destroys a communicator that a graph still uses. All functions that destroy a group call
+    `ProcessGroup.shutdown`, which the first call of this function wraps.
+    """
+    global _is_watching
+    _live.add(holder)
+    if _is_watching:
+        return
+    _is_watching = True
+    atexit.register(release_all)
+    if dist.is_available():
+        shut_down = dist.ProcessGroup.shutdown
+
+        def shutdown(self: dist.ProcessGroup) -> None:
+            release_all()
+            shut_down(self)
+
+        dist.ProcessGroup.shutdown = shutdown  # type: ignore[method-assign]
+
+
+def release_all() -> None:
+    """Call ``release`` of every holder that still exists."""
+    for holder in list(_live):
+        holder.release()
 
 
 def _group_of_mesh(device_mesh: Any) -> Group:

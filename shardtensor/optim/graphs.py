@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from shardtensor.comm.process_group import release_before_groups
 from shardtensor.errors import CaptureError
 from shardtensor.optim.graphed_optimizers import GraphedOptimizers
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
@@ -320,35 +318,3 @@ class CudaRecorder:
         if graph is not None:
             torch.cuda.synchronize(self._device)
             graph.reset()
-
-
-_live: weakref.WeakSet[Any] = weakref.WeakSet()
-_is_watching = False
-
-
-def release_before_groups(holder: Any) -> None:
-    """Call ``holder.release()`` before any process group is shut down, and before the process ends.
-
-    NCCL hangs when it destroys a communicator that a graph still uses. All functions that destroy a group call
-    `ProcessGroup.shutdown`, which the first call of this function wraps.
-    """
-    global _is_watching
-    _live.add(holder)
-    if _is_watching:
-        return
-    _is_watching = True
-    atexit.register(release_all)
-    if dist.is_available():
-        shut_down = dist.ProcessGroup.shutdown
-
-        def shutdown(self: dist.ProcessGroup) -> None:
-            release_all()
-            shut_down(self)
-
-        dist.ProcessGroup.shutdown = shutdown  # type: ignore[method-assign]
-
-
-def release_all() -> None:
-    """Call ``release`` of every holder that still exists."""
-    for holder in list(_live):
-        holder.release()

@@ -1,8 +1,8 @@
-"""`shard_parameter` shards one parameter of a module, in place."""
+"""`shard_parameter` shards one parameter of a module in place; and the names of a module's parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -242,3 +242,32 @@ def collecting(module: nn.Module, args: Any, output: Any) -> torch.Tensor | Any:
     local, spec = output.local_tensor(), output.sharding_spec()
     is_row = isinstance(spec, ChunkShardingSpec) and local.shape[spec.dim] == 1
     return local.squeeze(spec.dim) if is_row else local  # type: ignore[attr-defined]
+
+
+def named_params_with_sharded_tensor(
+    module: nn.Module, prefix: str = "", recurse: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter of a module, then every ShardedTensor that it holds as a plain attribute.
+
+    Args:
+        module: any module.
+        prefix: added before every name, with a dot.
+        recurse: include submodules.
+
+    Yields:
+        name and tensor; parameters in the order of `named_parameters`; a tensor with two names once.
+
+    Example:
+        >>> module = nn.Linear(2, 1)
+        >>> [name for name, _ in named_params_with_sharded_tensor(module)]
+        ['weight', 'bias']
+    """
+    seen = set()
+    for name, param in module.named_parameters(prefix=prefix, recurse=recurse):
+        seen.add(id(param))
+        yield name, param
+    for owner_name, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+        for name, value in vars(owner).items():
+            if isinstance(value, ShardedTensor) and id(value) not in seen:
+                seen.add(id(value))
+                yield (f"{owner_name}.{name}" if owner_name else name), value

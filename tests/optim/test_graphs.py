@@ -14,6 +14,7 @@ from harness.recorded_ops import RecordedOps
 from torch import nn
 
 import shardtensor as st
+from shardtensor.comm import process_group
 from shardtensor.errors import CaptureError
 from shardtensor.optim import graphs
 
@@ -28,7 +29,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[RecordedOps]:
         return made[-1]
 
     monkeypatch.setattr(graphs, "_recorder_on", make)
-    monkeypatch.setattr(graphs, "_live", set())
+    monkeypatch.setattr(process_group, "_live", set())
     return made
 
 

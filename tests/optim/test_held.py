@@ -21,12 +21,12 @@ from shardtensor.optim.named_params import (
     ParamRecord,
     StalenessCheck,
     changed,
-    named_params_with_sharded_tensor,
     options_text,
     params_text,
     read_groups,
     read_pairs,
 )
+from shardtensor.parallel.parameter import named_params_with_sharded_tensor
 
 CPU = torch.device("cpu")
 
