@@ -271,8 +271,7 @@ class Reducer:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if output:
-            hook = partial(_if_alive, weakref.ref(self), Reducer.begin)
-            with_hook(output if self.buckets else (), hook, hook)
+            with_hook(output if self.buckets else (), partial(_if_alive, weakref.ref(self), Reducer.begin))
         elif torch._C._current_graph_task_id() < 0:
             if self._tasks:  # an error stopped the last backward
                 self._start_round()

@@ -81,8 +81,8 @@ def _parts_of(value: Any) -> list[Any]:
 Hook = Callable[[torch.Tensor], None]
 
 
-def with_hook(output: Any, hook: Hook, leaf_hook: Hook) -> Any:
-    """Call `hook` when a gradient reaches any tensor of `output`, or `leaf_hook` for a leaf; return `output`.
+def with_hook(output: Any, hook: Hook, leaf_hook: Hook | None = None) -> Any:
+    """Call `hook` when a gradient reaches any tensor of `output`, `leaf_hook`, if any, for a leaf; return `output`.
 
     No operation computed a leaf: a module that returns one only passes it on.
     """
@@ -94,7 +94,7 @@ def with_hook(output: Any, hook: Hook, leaf_hook: Hook) -> Any:
     return output
 
 
-def _register(x: torch.Tensor, hook: Hook, leaf_hook: Hook) -> None:
+def _register(x: torch.Tensor, hook: Hook, leaf_hook: Hook | None) -> None:
     """Register `hook` as ``x.register_hook`` does, but before the tensor's earlier hooks and without a handle.
 
     A module that only passes a tensor on runs its backward before the module that computed it. Making handles takes a
@@ -105,7 +105,9 @@ def _register(x: torch.Tensor, hook: Hook, leaf_hook: Hook) -> None:
         x = base  # an in-place write changes a view's node, but gradients still flow to the base's
     node = x.grad_fn if type(x) is torch.Tensor else None
     if node is None:
-        x.register_hook(leaf_hook if x.is_leaf else hook)
+        found = leaf_hook if x.is_leaf else hook
+        if found is not None:
+            x.register_hook(found)
         return
     hooks: Any = x._backward_hooks
     if hooks is not None:

@@ -626,3 +626,23 @@ def refusals():
 @sim
 def test_faults_are_the_same_on_every_rank_before_anything_moves(world):
     assert len(set(world(refusals, 4))) == 1
+
+
+def passed_on():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, device=device()))
+
+        def forward(self, x):
+            return (x * self.weight).sum(), self.weight
+
+    table = st.data_parallel(Table(), "dp", grid(2, 1))
+    for _ in range(3):
+        table(torch.ones(3, device=device()))[0].backward()
+    return len(table.weight._backward_hooks or {}), table.weight.grad.tolist()
+
+
+@sim
+def test_a_parameter_that_a_module_returns_gets_no_hook_in_each_forward(world):
+    assert world(passed_on, 2) == [(0, [3.0, 3.0, 3.0])] * 2
