@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
+from typing import Any
+
+import torch
 
 from shardtensor import errors
 from shardtensor.comm.group import Group
@@ -46,6 +49,37 @@ def agree(group: Group, call: str, facts: Mapping[str, str], fault: ShardTensorE
     )
     reports: Sequence[_Report] = group.exchange_objects(report)
     raise (_shared_fault(group, reports) or _disagreement(group, reports)) from fault
+
+
+def agree_in_groups(
+    groups: Iterable[Group | None], call: str, facts: Mapping[str, str], fault: ShardTensorError | None
+) -> None:
+    """Run `agree` in each of these groups that this rank is in; if it is in none, raise the fault."""
+    members = [group for group in dict.fromkeys(groups) if group is not None and group.index >= 0]
+    if fault is not None and not members:
+        raise fault
+    for group in members:
+        agree(group, call, facts, fault)
+
+
+def call_text(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return a call as text, for a fact of `agree`: tensors by shape and dtype, so that no device is read.
+
+    Example:
+        >>> call_text(dict, (0.1,), {"momentum": 0.9})
+        'dict(0.1, momentum=0.9)'
+    """
+    name = getattr(getattr(function, "func", function), "__name__", "")
+    words = [_text(value) for value in args] + [f"{key}={_text(value)}" for key, value in sorted(kwargs.items())]
+    return f"{name}({', '.join(words)})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor {tuple(value.shape)} {value.dtype}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    return repr(value) if isinstance(value, int | float | str | complex | None) else type(value).__name__
 
 
 def _shared_fault(group: Group, reports: Sequence[_Report]) -> ShardTensorError | None:

@@ -11,14 +11,16 @@ from typing import Any
 
 from torch import nn, optim
 
+from shardtensor.comm.agree import agree_in_groups
 from shardtensor.errors import LayoutError
 from shardtensor.imports import when_imported
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.flat_groups import ELEMENTWISE
-from shardtensor.optim.named_params import ParamRecord, agree_in_groups
+from shardtensor.optim.named_params import ParamRecord, record_groups
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
 from shardtensor.optim.state import copied_value
 from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.trees import map_tensors
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Names of submodules that torch.compile and other wrappers add; they are left out of parameters' names."""
@@ -59,7 +61,7 @@ def optim_state_dict(model: nn.Module, optimizer: optim.Optimizer, *, full: bool
     named = saved.by_name(optimizer, names)
     if full:
         state = named["state"]
-        named["state"] = {name: {key: _whole(x) for key, x in values.items()} for name, values in state.items()}
+        named["state"] = map_tensors(lambda x: x.full_tensor() if isinstance(x, ShardedTensor) else x, state)
     return named
 
 
@@ -100,10 +102,11 @@ def optim_state_dict_to_load(
     params = {names.get(id(param)): param for group in optimizer.param_groups for param in group["params"]}
     records = {name: ParamRecord.of(name, param) for name, param in params.items() if name is not None}
     # other states may have other shapes: Adafactor's row_var
-    shapes = {name: tuple(h.param.shape) for name, h in records.items()} if _is_elementwise(optimizer) else None
+    is_elementwise = getattr(optimizer, "_on_leaves", type(optimizer) in ELEMENTWISE)
+    shapes = {name: tuple(h.param.shape) for name, h in records.items()} if is_elementwise else None
     found, options, fault = saved.match_and_check(state, own, aliases, shapes)
     fault = _unknown_params(optimizer, names) or fault
-    agree_in_groups(records.values(), "optim_state_dict_to_load", {"state": saved.outline(found)}, fault)
+    agree_in_groups(record_groups(records), "optim_state_dict_to_load", {"state": saved.outline(found)}, fault)
     keys: dict[str, Any] = {name: name if is_named_optimizer else i for i, name in enumerate(records)}
     if isinstance(optimizer, ShardedOptimizer):
         keys = {names[id(param)]: name for name, param in optimizer.named_params.items()}
@@ -117,10 +120,6 @@ def optim_state_dict_to_load(
         kept = {key: group[key] for key in ("param_names",) if key in group}
         groups.append({**new, **kept, "params": [keys[name] for name in members]})
     return {"state": taken | found, "param_groups": groups}
-
-
-def _is_elementwise(optimizer: optim.Optimizer) -> bool:
-    return optimizer._on_leaves if isinstance(optimizer, ShardedOptimizer) else type(optimizer) in ELEMENTWISE
 
 
 def _names_in(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
@@ -145,12 +144,6 @@ def _unknown_params(optimizer: optim.Optimizer, names: Mapping[int, str]) -> Lay
         {"their numbers in the optimizer": ", ".join(unknown[:8])},
         "pass the model whose parameters() the optimizer was made with",
     )
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(map(_whole, value))
-    return value.full_tensor() if isinstance(value, ShardedTensor) else value
 
 
 def _extend(module: ModuleType) -> None:

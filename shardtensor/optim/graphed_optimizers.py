@@ -23,10 +23,6 @@ _NOT_CAPTURED = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr", "sw
 """Keys of a group that may change: learning rates, which a replay reads, and values that only schedulers use."""
 
 
-GroupKey = tuple[int, int]
-"""The id of an optimizer, and the number of one of its parameter groups."""
-
-
 class GraphedOptimizers:
     """The optimizers of a step, each added when it first steps, and the device tensors of their learning rates.
 
@@ -38,8 +34,8 @@ class GraphedOptimizers:
         self._device = device
         self._optimizers: dict[int, optim.Optimizer] = {}
         self._hooks: list[Any] = []
-        self._rates: dict[GroupKey, torch.Tensor] = {}
-        self._sent: dict[GroupKey, Any] = {}  # the learning rates that were copied to the tensors
+        self._rates: dict[tuple[int, int], torch.Tensor] = {}  # by the optimizer's id and the number of its group
+        self._sent: dict[tuple[int, int], Any] = {}  # the learning rates that were copied to the tensors
         self._saved: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
         self._loads: list[int] = []  # of state dicts: after one, the graph still uses the tensors of the old state
         self._captured: Any = None
@@ -56,7 +52,7 @@ class GraphedOptimizers:
         self._optimizers[id(optimizer)] = optimizer
         self._hooks.append(optimizer.register_load_state_dict_post_hook(lambda it: self._loads.append(id(it))))
 
-    def groups(self) -> dict[GroupKey, dict[str, Any]]:
+    def groups(self) -> dict[tuple[int, int], dict[str, Any]]:
         """Return the parameter groups of all optimizers."""
         return {(key, i): group for key, own in self._optimizers.items() for i, group in enumerate(own.param_groups)}
 
@@ -66,7 +62,7 @@ class GraphedOptimizers:
 
     # -- learning rates ---------------------------------------------------------------------------------------------
 
-    def learning_rates(self) -> dict[GroupKey, Any]:
+    def learning_rates(self) -> dict[tuple[int, int], Any]:
         """Return the learning rates of ``param_groups``; for a tensor, the object and its version."""
         rates = {key: group.get("lr", 0.0) for key, group in self.groups().items()}
         return {key: (x, x._version) if isinstance(x, torch.Tensor) else x for key, x in rates.items()}

@@ -10,9 +10,8 @@ import attrs
 import torch
 from torch import nn
 
-from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
-from shardtensor.errors import ShardTensorError, StaleParameterError
+from shardtensor.errors import StaleParameterError
 from shardtensor.layout.layout import Layout
 from shardtensor.parallel.parameter import named_params_with_sharded_tensor
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -70,16 +69,9 @@ def changed(records: Iterable[ParamRecord]) -> list[ParamRecord]:
     return found
 
 
-def agree_in_groups(
-    records: Iterable[ParamRecord], call: str, facts: Mapping[str, str], fault: ShardTensorError | None
-) -> None:
-    """Run `agree` in each group of ranks that holds one of the parameters; without such a group, raise the fault."""
-    groups = {id(record.group): record.group for record in records if record.group is not None}
-    members = [group for group in groups.values() if group.index >= 0]
-    if fault is not None and not members:
-        raise fault
-    for group in members:
-        agree(group, call, facts, fault)
+def record_groups(records: Mapping[Any, ParamRecord]) -> list[Group | None]:
+    """Return the group of each parameter, None for a plain one."""
+    return [record.group for record in records.values()]
 
 
 def read_groups(params: Any) -> list[dict[str, Any]]:
@@ -151,23 +143,3 @@ def stale_error(names: Iterable[str], why: str) -> StaleParameterError:
 def params_text(group: Mapping[str, Any]) -> str:
     """Return the names, global shapes and dtypes of a group's parameters, one for each line."""
     return "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in group["params"]) or "(none)"
-
-
-def options_text(optimizer_class: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return a class and its arguments; tensors by shape and dtype, so that nothing is read from a device.
-
-    Example:
-        >>> options_text(torch.optim.SGD, (0.1,), {"momentum": 0.9})
-        'SGD(0.1, momentum=0.9)'
-    """
-    name = getattr(getattr(optimizer_class, "func", optimizer_class), "__name__", "")
-    words = [_text(value) for value in args] + [f"{key}={_text(value)}" for key, value in sorted(kwargs.items())]
-    return f"{name}({', '.join(words)})"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"tensor {tuple(value.shape)} {value.dtype}"
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(_text, value))})"
-    return repr(value) if isinstance(value, int | float | str | complex | None) else type(value).__name__

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from shardtensor.comm.agree import agree_in_groups, call_text
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.optim import state_dict as saved
@@ -20,12 +21,11 @@ from shardtensor.optim.flat_groups import ELEMENTWISE, FlatGroups
 from shardtensor.optim.named_params import (
     ParamRecord,
     StalenessCheck,
-    agree_in_groups,
     changed,
-    options_text,
     params_text,
     read_groups,
     read_pairs,
+    record_groups,
     stale_error,
 )
 from shardtensor.optim.state import ParamState, copied_value, local_value, redistributed_value, sharded_value
@@ -73,22 +73,16 @@ class ShardedOptimizer(optim.Optimizer):
     """
 
     def __init__(
-        self,
-        named_params: NamedParams,
-        optimizer_class: Callable[..., optim.Optimizer],
-        *args: Any,
-        **kwargs: Any,
+        self, named_params: NamedParams, optimizer_class: Callable[..., optim.Optimizer], *args: Any, **kwargs: Any
     ) -> None:
         groups = read_groups(named_params)
         self._constructor = (optimizer_class, args, kwargs)
         self._on_leaves = getattr(optimizer_class, "func", optimizer_class) in ELEMENTWISE
         self._records: dict[int, ParamRecord] = {}
         named, self._records, self._aliases, fault = self._read_records(groups)
-        facts = {
-            "options": options_text(optimizer_class, args, kwargs),
-            "parameters": "\n".join(map(params_text, groups)),
-        }
-        agree_in_groups(self._records.values(), "ShardedOptimizer", facts, fault)
+        options = call_text(optimizer_class, args, kwargs)
+        facts = {"options": options, "parameters": "\n".join(map(params_text, groups))}
+        agree_in_groups(record_groups(self._records), "ShardedOptimizer", facts, fault)
         self._inner = self._make([{**group, "params": self._inner_params(params)} for group, params in named])
         self._is_built = False
         super().__init__(
@@ -166,8 +160,8 @@ class ShardedOptimizer(optim.Optimizer):
         [(options, params)], records, again, fault = self._read_records([group])
         if again and fault is None:
             fault = LayoutError(f"some parameters are in another group already: {', '.join(sorted(again))}")
-        facts = {"options": options_text(None, (), options), "parameters": params_text(group)}
-        agree_in_groups((self._records | records).values(), "add_param_group", facts, fault)
+        facts = {"options": call_text(None, (), options), "parameters": params_text(group)}
+        agree_in_groups(record_groups(self._records | records), "add_param_group", facts, fault)
         self._flat_groups.split_all()
         self._inner.add_param_group({**options, "params": self._inner_params(params)})
         self._records.update(records)
@@ -247,14 +241,11 @@ class ShardedOptimizer(optim.Optimizer):
         elif was.leaf in self._inner.state:
             state = self._inner.state.pop(was.leaf)
             if (now.dtype, now.device) != (was.dtype, was.device) or now.layout != was.layout:
-                options = self._options_of(record.param)
+                options = next((g for g in self.param_groups if any(p is record.param for p in g["params"])), {})
                 state = {key: local_value(sharded_value(value, was), now, key, options) for key, value in state.items()}
             self._inner.state[now.leaf] = state
         record.leaf, record.layout, record.group = now.leaf, now.layout, now.group
         record.dtype, record.device = now.dtype, now.device
-
-    def _options_of(self, param: torch.Tensor) -> dict[str, Any]:
-        return next((g for g in self.param_groups if any(p is param for p in g["params"])), {})
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -309,7 +300,7 @@ class ShardedOptimizer(optim.Optimizer):
         own = [[self._records[id(param)].name for param in group["params"]] for group in self.param_groups]
         shapes = {name: tuple(param.shape) for name, param in self.named_params.items()} if self._on_leaves else None
         state, options, fault = saved.match_and_check(loaded, own, self._aliases, shapes)
-        agree_in_groups(self._records.values(), "load_state_dict", {"state": saved.outline(state)}, fault)
+        agree_in_groups(record_groups(self._records), "load_state_dict", {"state": saved.outline(state)}, fault)
         self._load(state, options)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -19,16 +19,10 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 def sharded_value(value: Any, record: ParamRecord) -> Any:
     """Convert a value of a leaf's state to its parameter's state: a local tensor becomes a ShardedTensor over it."""
-    if (
-        record.layout is not None
-        and isinstance(value, torch.Tensor)
-        and not isinstance(value, ShardedTensor)
-        and value.dim() > 0
-        and value.shape == record.leaf.shape
-    ):
-        assert record.group is not None
-        return wrap(value, record.layout, None, record.group)
-    return value
+    is_local = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.dim() > 0
+    if record.layout is None or record.group is None or not is_local or value.shape != record.leaf.shape:
+        return value
+    return wrap(value, record.layout, None, record.group)
 
 
 @torch.no_grad()

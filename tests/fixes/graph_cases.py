@@ -12,6 +12,7 @@ from harness.recorded_ops import RecordedOps
 
 import shardtensor as st
 from fixes.case import Act, Case, mlp
+from shardtensor.comm import process_group
 from shardtensor.optim import graphs
 
 X = torch.ones(2, 4)
@@ -39,7 +40,7 @@ def played(act: Act) -> Act:
     def run() -> Any:
         with (
             mock.patch.object(graphs, "_recorder_on", side_effect=lambda device: RecordedOps()),
-            mock.patch.object(graphs, "_live", set()),
+            mock.patch.object(process_group, "_live", set()),
             mock.patch.object(
                 sys.modules["torch.optim.adam"], "_get_capturable_supported_devices", return_value=["cpu"]
             ),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shardtensor as st
+from shardtensor.comm.agree import call_text
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import CaptureError, StaleParameterError
 from shardtensor.mesh import Mesh
@@ -21,7 +22,6 @@ from shardtensor.optim.named_params import (
     ParamRecord,
     StalenessCheck,
     changed,
-    options_text,
     params_text,
     read_groups,
     read_pairs,
@@ -196,12 +196,12 @@ def test_options_as_text_tell_apart_what_ranks_must_agree_on():
         (torch.optim.Adam, (), {"betas": (0.9, 0.99)}),
         (torch.optim.Adam, (), {"params": object()}),
     ]
-    texts = [options_text(*each) for each in options]
+    texts = [call_text(*each) for each in options]
     assert len(set(texts)) == len(texts)
     assert texts[4] == "SGD(lr=0.1, nesterov=True)" and texts[5] == "SGD(tensor () torch.float32)"
     assert texts[7] == "Adam(betas=(0.9, 0.95))" and texts[9] == "Adam(params=object)"
-    assert options_text(partial(torch.optim.SGD, lr=1), (), {}) == "SGD()"
-    assert options_text(None, (), {"lr": None}) == "(lr=None)"
+    assert call_text(partial(torch.optim.SGD, lr=1), (), {}) == "SGD()"
+    assert call_text(None, (), {"lr": None}) == "(lr=None)"
     pairs = [("w", torch.ones(2, 3)), ("b", torch.ones(3).double())]
     assert params_text({"params": pairs}) == "w (2, 3) torch.float32\nb (3,) torch.float64"
     assert params_text({"params": []}) == "(none)"
