@@ -19,7 +19,7 @@ import pytest
 from harness import FULL
 from harness.progress import bare_name, recorded_seconds
 
-MOST_S = 1.0
+MOST_S = 0.8
 
 T = TypeVar("T")
 
