@@ -79,6 +79,7 @@ ShardedTensor._init_from_local_tensor = staticmethod(with_rrefs(init_from_local_
 ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(  # type: ignore[attr-defined]
     with_rrefs(from_local_shards_and_global_metadata)
 )
+ShardedTensor._metadata = property(ShardedTensor.metadata)  # type: ignore[attr-defined]
 
 
 def create_tensor_from_params(*size: Any, local_device: Any, tensor_properties: TensorProperties) -> torch.Tensor:

@@ -105,3 +105,28 @@ def test_a_name_is_one_object_wherever_it_is_imported_from():
 def test_a_fresh_process_imports_any_of_them_first(program):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+MEMBERS = """
+local_shards local_tensor remote_shards metadata sharding_spec size dim ndim dtype layout device requires_grad
+requires_grad_ is_pinned is_contiguous gather reshard cpu cuda to clone detach __deepcopy__ _init_from_local_shards
+_init_from_local_tensor _init_from_local_shards_and_global_metadata _process_group _sharding_spec _metadata
+""".split()
+
+
+def test_a_sharded_tensor_has_the_members_that_code_for_torchs_class_uses():
+    from shardtensor.sharded_tensor import ShardedTensor
+
+    assert [name for name in MEMBERS if not hasattr(ShardedTensor, name)] == []
+
+
+def test_the_metadata_attribute_is_what_metadata_returns():
+    import shardtensor.sharded_tensor
+
+    import shardtensor as st
+
+    def compare() -> bool:
+        x = st.zeros("[tp, -]", 4, 2)
+        return x._metadata == x.metadata()
+
+    assert st.simulate("tp=2", compare) == [True, True]
