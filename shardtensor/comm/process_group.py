@@ -193,14 +193,13 @@ def release_before_groups(holder: Any) -> None:
         return
     _is_watching = True
     atexit.register(release_all)
-    if dist.is_available():
-        shut_down = dist.ProcessGroup.shutdown
+    shut_down = dist.ProcessGroup.shutdown
 
-        def shutdown(self: dist.ProcessGroup) -> None:
-            release_all()
-            shut_down(self)
+    def shutdown(self: dist.ProcessGroup) -> None:
+        release_all()
+        shut_down(self)
 
-        dist.ProcessGroup.shutdown = shutdown  # type: ignore[method-assign]
+    dist.ProcessGroup.shutdown = shutdown  # type: ignore[method-assign]
 
 
 def release_all() -> None:

@@ -18,7 +18,7 @@ from itertools import accumulate, product
 import attrs
 
 from shardtensor.layout.box import Box, runs, whole
-from shardtensor.layout.pieces import Blocked, Listed, Pieces
+from shardtensor.layout.pieces import Blocked, Pieces
 from shardtensor.mesh import Ranks, coordinate
 
 Shape = tuple[int, ...]
@@ -295,12 +295,8 @@ class FlatLayout(Layout):
 @lru_cache(maxsize=4096)
 def has_equal_parts(layout: Layout) -> bool:
     """Whether all ranks of a layout hold the same number of elements."""
-    if isinstance(layout, MeshLayout):
-        pieces = [cut.pieces for cut in layout.dims if cut is not None]
-        # Unless a user lists sizes, the last shards are the smallest: of very many it is enough to read 4096.
-        most = 1 << 20 if any(isinstance(each, Listed | Blocked) for each in pieces) else 4096
-        if all(each.size(i) == each.size(0) for each in pieces for i in range(each.count)[-most:]):
-            return True
+    if isinstance(layout, MeshLayout) and all(cut is None or cut.pieces.is_even for cut in layout.dims):
+        return True
     first = layout.numel(layout.ranks[0])
     return all(layout.numel(rank) == first for rank in layout.ranks)
 

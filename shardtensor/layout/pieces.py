@@ -33,9 +33,22 @@ class Pieces:
         start, stop = self.interval(i)
         return stop - start
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all shards have the same size."""
+        return all(self.size(i) == self.size(0) for i in range(self.count))
+
+
+class _Decreasing(Pieces):
+    """The first shard is the largest and the last one the smallest."""
+
+    @property
+    def is_even(self) -> bool:
+        return self.size(0) == self.size(self.count - 1)
+
 
 @attrs.frozen
-class Stepped(Pieces):
+class Stepped(_Decreasing):
     """Every shard has `step` elements, and the last ones fewer or none: even shards, torch.chunk, padded shards."""
 
     length: int
@@ -50,7 +63,7 @@ class Stepped(Pieces):
 
 
 @attrs.frozen
-class Balanced(Pieces):
+class Balanced(_Decreasing):
     """Shards differ by at most one unit, the larger first (numpy.array_split)."""
 
     length: int
@@ -104,6 +117,10 @@ class Blocked(Pieces):
 
     def size(self, i: int) -> int:
         return sum(block.size(i) for block in self.blocks)
+
+    @property
+    def is_even(self) -> bool:
+        return all(block.is_even for block in self.blocks) or super().is_even
 
 
 def chunked(length: int, count: int) -> Stepped:

@@ -16,6 +16,7 @@ from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box, get_chunk_sharding_params, get_chunked_dim_size, get_split_size, runs, whole
 from shardtensor.layout.cutting import axis_form
 from shardtensor.layout.layout import FlatLayout, Layout, ListedLayout, MeshLayout, has_equal_parts, same_boxes
+from shardtensor.layout.pieces import Blocked, balanced, chunked, listed, padded
 from shardtensor.mesh import Mesh
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import Cut, Replicate, Spec
@@ -329,3 +330,18 @@ def test_first_copies_hold_every_element_once():
         assert sorted(e for box in boxes for e in elements(box)) == elements(whole((4, 4))), spec
         assert layout.is_whole_on_all(4) == (spec == Replicate())
         assert not layout.holds_first_copy(9)
+
+
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 4), st.lists(st.integers(0, 3), min_size=1, max_size=6))
+def test_pieces_are_even_when_all_have_one_size(length, count, unit, sizes):
+    kinds = [chunked(length, count), balanced(length * unit, count, unit), padded(length, count, unit, 1)]
+    kinds += [listed(tuple(sizes)), Blocked((chunked(length, count), balanced(length * unit, count, unit)))]
+    kinds.append(Blocked((listed((1, 2)), listed((2, 1)))))
+    for pieces in kinds:
+        assert pieces.is_even == (len({pieces.size(i) for i in range(pieces.count)}) == 1), pieces
+
+
+def test_one_other_size_among_many_is_seen():
+    sizes = [2] * 6000
+    sizes[9] = 3
+    assert not listed(tuple(sizes)).is_even
