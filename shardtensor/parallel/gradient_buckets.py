@@ -14,7 +14,7 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.ranges import ANYWHERE, lay_out_whole
 from shardtensor.parallel.data_mesh import DataAxes
-from shardtensor.tensor.bucket import Bucket, GradientBuffer
+from shardtensor.tensor.bucket import Bucket, GradientBuffer, allocate, free
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 
@@ -130,7 +130,7 @@ class GradientBucket:
         flags = torch.ones(len(has), **kind) if all(has) else torch.tensor(has, **kind)  # the host waits for a list
         if self._buffer is None:
             self._buffer = self._bucket.gradient_buffer(torch.empty(self._bucket.total, **kind))
-        self._buffer.allocate()
+        allocate(self._buffer.packed)
         self._buffer.pack([*self.grads, flags])
         self.pending = first.group.all_reduce_async(self._buffer.packed, "avg")
 
@@ -148,7 +148,7 @@ class GradientBucket:
                 leaf.grad = view.to(leaf.dtype if grad is None else grad.dtype, copy=True)
         if kept:
             torch._foreach_copy_([grad for grad, _ in kept], [view for _, view in kept])
-        self._buffer.free()
+        free(self._buffer.packed)
 
     def flags(self) -> dict[Gradient, bool]:
         """Return for each flagged gradient whether any rank has it. The host waits."""

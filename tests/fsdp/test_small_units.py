@@ -108,7 +108,7 @@ def test_any_units_train_as_the_dense_model(case, size):
 
 
 def test_memory_of_reductions_may_go_after_each_backward(monkeypatch):
-    monkeypatch.setattr("shardtensor.fsdp.reducer.KEPT_BYTES", 0)
+    monkeypatch.setattr("shardtensor.tensor.bucket.KEPT_BYTES", 0)
     st.simulate(2, _train, [5, 700, 2], [], [[True] * 3, [True, True, False], [True] * 3], [False, True, False])
 
 
