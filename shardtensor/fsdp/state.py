@@ -243,10 +243,7 @@ class FSDPState:
     @untraced(UNCOMPILED)
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Run before the module's forward; return its inputs, cast by the policy."""
-        runtime = self.runtime
-        if runtime is None or not runtime.is_current:
-            runtime = self.found_runtime()
-        policy = self.policy
+        runtime, policy = self.found_runtime(), self.policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast_floats((args, kwargs), policy.param_dtype)
         runtime.pre_forward(self)

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 from harness import every_size
 
-from shardtensor.comm.agree import agree
-from shardtensor.comm.group import SingleRankGroup
+from shardtensor.comm.agree import agree, agree_in_groups
+from shardtensor.comm.group import NonMemberGroup, SingleRankGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import DisagreementError, LayoutError, RuleError, ShardTensorError, SpecError
 
@@ -120,3 +120,13 @@ def check_subgroup() -> None:
 
 def test_in_a_subgroup_global_ranks_are_named(world):
     world(check_subgroup)
+
+
+def test_a_rank_in_none_of_the_groups_agrees_with_itself():
+    outside = NonMemberGroup(0, (1, 2))
+    for groups in ([], [None], [outside, None]):
+        assert agree_in_groups(groups, "a call", {"spec": "[tp]"}, None) is None
+        with pytest.raises(RuleError, match="a fault"):
+            agree_in_groups(groups, "a call", {}, RuleError("a fault"))
+    with pytest.raises(RuleError, match="a fault"):
+        agree_in_groups([outside, SingleRankGroup()], "a call", {}, RuleError("a fault"))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardtensor.comm import copy_engines
 from shardtensor.comm.backend_support import BackendSupport
-from shardtensor.comm.copy_engines import gather_buffer
+from shardtensor.comm.copy_engines import Buffer, GatherBuffer, gather_buffer
 from shardtensor.comm.group import SingleRankGroup
 from shardtensor.comm.torch_group import TorchGroup
 
@@ -171,3 +171,17 @@ def test_the_communicator_asks_for_copy_engines_and_is_connected(gpus):
     (ranks, timeout, options), connected = seen
     assert (ranks, timeout, options.config.cta_policy) == ((1, 2, 4, 7), 7.0, 2)
     assert connected == ("made", 1, "sum")
+
+
+def test_a_buffer_is_idle_unless_more_tensors_are_in_its_memory_than_when_it_was_sealed():
+    memory = torch.empty(8, dtype=torch.uint8)
+    buffer = Buffer(GatherBuffer(SingleRankGroup(), memory))
+    views = [memory[:4]]
+    buffer.seal()
+    assert buffer.is_idle is True
+    saved = memory[4:]
+    assert buffer.is_idle is False
+    del saved
+    assert buffer.is_idle is True
+    views.clear()
+    assert buffer.is_idle is True

@@ -305,3 +305,17 @@ def test_axes_of_one_rank_are_told_apart(world):
         torch.testing.assert_close(module(x), oracle(x))
 
     world(body, 2)
+
+
+def test_a_mesh_with_the_data_axis_and_without_the_other_axis_joins_nothing():
+    def body():
+        world = as_group()
+        module = mlp()
+        others = world.subgroup([0, 3] if world.rank in (0, 3) else [1, 2])
+        st.shard_parameter(
+            module, "0.weight", "[tp, -]", process_group=others.on_mesh(Mesh((("tp", 2),), others.ranks), {})
+        )
+        with pytest.raises(LayoutError, match="no mesh joins"):
+            fully_shard(module, mesh="dp")
+
+    st.simulate("dp=2, x=2", body)

@@ -374,3 +374,39 @@ def _methods_of_all():
 @pytest.mark.parametrize("size", [1, 2])
 def test_settings_that_change_no_result(world, size):
     assert world(_methods_of_all, size) == [[[1.0, 1.0], [1.0, 1.0]]] * size
+
+
+class _PassedBy(torch.autograd.Function):
+    """A product whose weight gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.saved_tensors[0].T, None
+
+
+class _PartlyPassedBy(nn.Linear):
+    def forward(self, x):
+        first = x @ self.weight
+        return first + checkpoint(lambda x: _PassedBy.apply(x, self.weight), x, use_reentrant=True)
+
+
+def _passed_by():
+    model = fully_shard(_PartlyPassedBy(3, 3, bias=False, device=device()))
+    x = torch.ones(2, 3, device=device(), requires_grad=True)
+    for _ in range(2):
+        with counted(model) as seen:
+            model(x).sum().backward()
+        grad = model.weight.grad.full_tensor()
+        assert torch.equal(grad, torch.full((3, 3), 2.0, device=device()))
+        model.zero_grad()
+    return seen["reduce"]
+
+
+@sim
+def test_a_checkpoint_without_gradients_for_the_unit_reduces_nothing(world):
+    assert world(_passed_by, 2) == [1, 1]

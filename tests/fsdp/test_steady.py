@@ -131,3 +131,24 @@ def shown_by_rnn() -> None:
 
 def test_a_recurrent_layer_lists_the_parameters_that_its_module_shows():
     st.simulate(2, shown_by_rnn)
+
+
+def reduced_on_the_way() -> list[int]:
+    """How many units were reduced when the backward came to each unit's output, from the first unit to the last."""
+    model = Blocks(None)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    seen: list[int] = []
+    with counted(model) as counts:
+        x = torch.ones(2, 160)
+        for block in model.blocks:
+            x = block(x)
+            x.register_hook(lambda grad: seen.insert(0, counts["reduce"]))
+        x.sum().backward()
+    return seen
+
+
+def test_gradients_are_reduced_while_backward_runs():
+    for seen in st.simulate(2, reduced_on_the_way):
+        assert seen == [3, 2, 1, 0]

@@ -330,6 +330,7 @@ def test_first_copies_hold_every_element_once():
         assert sorted(e for box in boxes for e in elements(box)) == elements(whole((4, 4))), spec
         assert layout.is_whole_on_all(4) == (spec == Replicate())
         assert not layout.holds_first_copy(9)
+        assert layout.holds_first_copy(0), "the first replica, not any one"
 
 
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 4), st.lists(st.integers(0, 3), min_size=1, max_size=6))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from shardtensor.errors import LayoutError
+from shardtensor.layout.bind import bind
 from shardtensor.layout.explain import explain_reshard, item_bytes, say_bytes
+from shardtensor.mesh import Mesh
+from shardtensor.spec.nodes import Spec
 
 
 @pytest.mark.parametrize(
@@ -50,3 +55,17 @@ def test_bytes_are_read_by_people():
     assert said == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "5.0 GiB", "3.0 TiB", "2048.0 TiB"]
     assert say_bytes(1536, digits=2) == "1.50 KiB"
     assert [item_bytes(name) for name in ("float64", "int8", "complex128", "bool")] == [8, 1, 16, 1]
+
+
+def test_a_tensor_says_its_shape_dtype_and_ranks_also_if_its_group_has_no_mesh(capsys):
+    mesh = Mesh((("tp", 2),))
+    spec = Spec("tp", None)
+    for known in (mesh, None):
+        group = SimpleNamespace(mesh=known, size=2, ranks=range(2))
+        x = SimpleNamespace(_layout=bind(spec, (4, 4), mesh), _group=group, shape=(4, 4), dtype="torch.float32")
+        x.sharding_spec = lambda: spec
+        explain_reshard(x, "replicate")
+        assert capsys.readouterr().out.splitlines() == [
+            "[tp, -] -> replicate   4 x 4 float32 on 2 ranks",
+            "  all_gather over tp=2   32 B received by each rank",
+        ]

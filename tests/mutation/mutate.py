@@ -65,7 +65,7 @@ def tests_for(change: Change, tests: Tests) -> dict[str, float]:
     """The tests that may notice a change, in the order to run them, with a limit of time each."""
     place, line = (change.file, change.first), (change.file, change.line)
     ran = {name: lines for name, (_, lines) in tests.items() if place in lines}
-    if change.first == 0:  # runs at import; those that run anything of the file come first
+    if change.first == 0 or not ran:  # runs at import; those that run anything of the file come first
         ran = {name: lines for name, (_, lines) in tests.items()}
         line = ()
     if not line:

@@ -26,6 +26,7 @@ from shardtensor.optim.named_params import (
     read_groups,
     read_pairs,
 )
+from shardtensor.optim.state import sharded_value
 from shardtensor.parallel.parameter import named_params_with_sharded_tensor
 
 CPU = torch.device("cpu")
@@ -125,6 +126,20 @@ def test_a_copy_of_what_is_held_is_of_the_copied_parameter():
     again = copy.deepcopy(held, memo)
     assert again.param is again.leaf is memo[id(held.param)] and again.param is not held.param
     assert again.name == "p" and again.now is again.leaf
+
+
+def test_state_of_the_shape_of_a_leaf_is_sharded_as_its_parameter():
+    plain = ParamRecord.of("p", nn.Parameter(torch.ones(4)))
+    sharded = ParamRecord.of("s", st.distribute(torch.ones(4), "[tp]", requires_grad=True))
+    number = ParamRecord.of("n", st.distribute(torch.tensor(1.0), "replicate", requires_grad=True))
+    value = torch.rand(4)
+    assert sharded_value(value, plain) is value
+    found = sharded_value(value, sharded)
+    assert type(found) is st.ShardedTensor and found._local is value and found._layout is sharded.param._layout
+    step, twice = torch.tensor(1.0), st.distribute(torch.ones(4), "[tp]")
+    for other in (3, 0.5, "text", None, [1.0], step, torch.ones(2), twice):
+        assert sharded_value(other, sharded) is other
+    assert sharded_value(step, number) is step
 
 
 def tree() -> nn.Module:
