@@ -114,10 +114,10 @@ def measure(kind: str, whole_bytes: int, group: Group) -> tuple[float, float]:
         rounds, since other work of a machine only makes rounds longer.
     """
     call, received = _call(kind, whole_bytes, group)
-    return received, _settled(call, group)
+    return received, _module_change(call, group)
 
 
-def _settled(call: Callable[[], Any], group: Group) -> float:
+def _module_change(call: Callable[[], Any], group: Group) -> float:
     """Return the seconds of one call, after warm-up calls for connections and clocks."""
     for _ in range(3):
         call()
@@ -221,5 +221,5 @@ def _product_rate(group: Group) -> tuple[str, float]:
     def call() -> None:
         torch.mm(a, a, out=out)
 
-    seconds = _settled(call, group)
+    seconds = _module_change(call, group)
     return str(dtype).removeprefix("torch."), 2 * side**3 / seconds

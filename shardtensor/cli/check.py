@@ -64,8 +64,8 @@ def run(options: argparse.Namespace) -> int:
 def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, str]:
     """Return the findings, the summary if none of them is an error, and the name of the step that ran."""
     from shardtensor.cli.model_source import resolved_of
+    from shardtensor.plan.estimates.summary import summarize
     from shardtensor.plan.findings.checking import check_plan
-    from shardtensor.plan.outlook.summary import summarize
 
     resolved = resolved_of(options.plan, options)
     findings, ran = check_plan(resolved), ""

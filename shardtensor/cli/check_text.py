@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardtensor.layout.explain import say_bytes
+from shardtensor.plan.estimates.summary import OPTIMIZER
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.report import text_report
-from shardtensor.plan.outlook.summary import OPTIMIZER
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 

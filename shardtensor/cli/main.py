@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "ops",
         help="print which operations have a sharding rule, and which one",
-        description="Print the rule of every operation: what it does to layouts, and what joins the ranks' results; "
+        description="Print the rule of every operation: what it does to layouts, and what combines the ranks' results; "
         "in Markdown, as the page specs/ops.md.",
     )
     import_plan.add_parser(commands)

@@ -52,7 +52,7 @@ def join_text(row: Row) -> str:
     """Return a row's third column, or why it gathers."""
     if row.pattern is None:
         return row.reason
-    return ", ".join(f"{letter or '...'} {join}" for letter, join in row.pattern.joins)
+    return ", ".join(f"{letter or '...'} {join}" for letter, join in row.pattern.combine)
 
 
 def _names(row: Row) -> str:

@@ -16,11 +16,7 @@ from shardtensor.cli.model_source import family_first, model_of, resolved_of
 from shardtensor.cost.profile import Profile, read_profile
 from shardtensor.errors import PlanError
 from shardtensor.layout.explain import say_bytes
-from shardtensor.plan.findings.report import folded, text_report
-from shardtensor.plan.loading import read_config
-from shardtensor.plan.match.units import own_tensors
-from shardtensor.plan.models.model import Model
-from shardtensor.plan.outlook.estimate import (
+from shardtensor.plan.estimates.estimate import (
     Batch,
     StepSeconds,
     TracedStep,
@@ -28,8 +24,12 @@ from shardtensor.plan.outlook.estimate import (
     data_ranks,
     step_seconds,
 )
-from shardtensor.plan.outlook.memory import RankBytes, plan_bytes, rank_bytes
-from shardtensor.plan.outlook.search import readable_plan, search
+from shardtensor.plan.estimates.memory import RankBytes, plan_bytes, rank_bytes
+from shardtensor.plan.estimates.search import readable_plan, search
+from shardtensor.plan.findings.report import folded, text_report
+from shardtensor.plan.loading import read_config
+from shardtensor.plan.match.units import own_tensors
+from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Resolved
 

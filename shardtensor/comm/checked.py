@@ -82,7 +82,7 @@ class CheckedGroup(Group):
         self.size, self.rank, self.ranks, self.index = group.size, group.rank, group.ranks, group.index
         self.device_type, self.process_group, self.mesh = group.device_type, group.process_group, group.mesh
         self._group, self._rendezvous = group, rendezvous
-        self._twin: CheckedGroup | None = None
+        self._on_new_communicator: CheckedGroup | None = None
         while WHEN_CHECKED:
             WHEN_CHECKED.pop()()
 
@@ -128,13 +128,13 @@ class CheckedGroup(Group):
         self._check(f"broadcast {_describe(t)} from rank {self.ranks[src_index]}")
         return self._group.broadcast(t, src_index)
 
-    def twin(self) -> Group:
-        if self._twin is None:
+    def with_new_communicator(self) -> Group:
+        if self._on_new_communicator is None:
             own = self._rendezvous
-            rendezvous = Rendezvous(own.statuses, f"twin of {own.name}", own.ranks, own.timeout_s)
-            _wait(rendezvous, "twin")
-            self._twin = CheckedGroup(self._group.twin(), rendezvous)
-        return self._twin
+            rendezvous = Rendezvous(own.statuses, f"new communicator of {own.name}", own.ranks, own.timeout_s)
+            _wait(rendezvous, "with_new_communicator")
+            self._on_new_communicator = CheckedGroup(self._group.with_new_communicator(), rendezvous)
+        return self._on_new_communicator
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if len(ranks) == self.size:

@@ -132,7 +132,7 @@ class Group(ABC):
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         """Make the group of these members, in ascending order."""
 
-    def twin(self) -> Group:
+    def with_new_communicator(self) -> Group:
         """Return a group of the same ranks with a communicator of its own; all its members call it.
 
         Each group has its own order of calls. On cuda the members must still call the collectives of both groups in one
@@ -259,7 +259,7 @@ class NonMemberGroup(Group):
 
     all_reduce = all_reduce_async = all_gather = reduce_scatter = reduce_scatter_async = _refuse
     all_gather_into = reduce_scatter_into = all_to_all = scatter = broadcast = _refuse
-    exchange = exchange_objects = barrier = subgroup = _make_subgroup = on_mesh = axis = twin = _refuse
+    exchange = exchange_objects = barrier = subgroup = _make_subgroup = on_mesh = axis = with_new_communicator = _refuse
 
     def __repr__(self) -> str:
         return f"NonMemberGroup(rank={self.rank}, ranks={self.ranks})"

@@ -30,7 +30,7 @@ class TorchGroup(Group):
         self.index: int = process_group.rank()
         self.rank: int = self.ranks[self.index]
         self.mesh: Mesh | None = None
-        self._twin: TorchGroup | None = None
+        self._on_new_communicator: TorchGroup | None = None
         self.support = BackendSupport.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
         self.device_type = self.support.device_type
 
@@ -179,14 +179,16 @@ class TorchGroup(Group):
             return self
         return TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))
 
-    def twin(self) -> Group:
+    def with_new_communicator(self) -> Group:
         ranks = tuple(self.ranks)
         is_real = set(self.support.backends.values()) <= {"gloo", "nccl"}  # others run in one process
         if not is_real or list(ranks) != sorted(ranks):  # torch sorts the ranks of a new group
             return self
-        if self._twin is None:
-            self._twin = TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))
-        return self._twin
+        if self._on_new_communicator is None:
+            self._on_new_communicator = TorchGroup(
+                primitives.new_group(ranks, primitives.timeout_of(self.process_group))
+            )
+        return self._on_new_communicator
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> TorchGroup:
         group = TorchGroup(self.process_group)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.fsdp.outside import join, leave_group
+from shardtensor.fsdp.outside import join_group, leave_group
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.param_info import ParamInfo
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
@@ -176,7 +176,7 @@ def _reset(group: ParamGroup) -> None:
         raise _mixed_error(group)
     if group.is_aliased():
         group.trains = tuple(leaf.requires_grad for leaf in leaves)
-        group.settle_dtypes()
+        group.compute_dtypes()
     else:
         group.repack()
 
@@ -222,7 +222,7 @@ def _adopt(group: ParamGroup, i: int, param: Any) -> None:
         value.requires_grad_(param.requires_grad)
         become(param, value)
     group.sharded_params[i] = group.params_info[i].param = param
-    join(param, group, i)
+    join_group(param, group, i)
     group.leaf_changed(is_replaced=True)
     if old is not param:
         leave_group(old)

@@ -59,10 +59,10 @@ class GroupGradients:
 
     def over(self, sharded_params: list[ShardedTensor]) -> GroupGradients:
         """Return an object with the same settings for a copy of the group, with nothing accumulated."""
-        twin = copy.copy(self)
-        twin._sharded_params = sharded_params
-        twin.forget()
-        return twin
+        copied = copy.copy(self)
+        copied._sharded_params = sharded_params
+        copied.forget()
+        return copied
 
     def reduce_in(self, dtype: torch.dtype) -> None:
         """Set the dtype of reductions."""

@@ -21,34 +21,34 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
     The recorded execution order is not copied: the first forward of the copy records it anew, on all ranks.
     """
-    twin = object.__new__(type(module))
-    memo[id(module)] = twin
+    copied = object.__new__(type(module))
+    memo[id(module)] = copied
     kind: Any = plain_class(module)
     is_by_itself = hasattr(kind, "__deepcopy__") or not hasattr(kind, "__getstate__")  # such as parametrized modules
     state = vars(module) if is_by_itself else module.__getstate__()
     state = copy.deepcopy({**state, "_fsdp_state": vars(module)["_fsdp_state"]}, memo)
-    twin.__setstate__(state)
-    return twin
+    copied.__setstate__(state)
+    return copied
 
 
 def copy_state(state: FSDPState, memo: dict[int, Any]) -> FSDPState:
     """Return the state of a module's copy."""
-    twin = object.__new__(FSDPState)
-    memo[id(state)] = twin
-    vars(twin).update(vars(state))
-    twin.modules = [copy.deepcopy(module, memo) for module in state.modules]
-    twin.module, twin.ahead = twin.modules[0], list(state.ahead)
-    twin.param_groups = [_copy_param_group(group, memo) for group in state.param_groups]
+    copied = object.__new__(FSDPState)
+    memo[id(state)] = copied
+    vars(copied).update(vars(state))
+    copied.modules = [copy.deepcopy(module, memo) for module in state.modules]
+    copied.module, copied.ahead = copied.modules[0], list(state.ahead)
+    copied.param_groups = [_copy_param_group(group, memo) for group in state.param_groups]
     if state.post_forward_mesh is not None:
-        twin.post_forward_mesh = state.post_forward_mesh.over(twin.param_groups)
-    twin.refer()
-    return twin
+        copied.post_forward_mesh = state.post_forward_mesh.over(copied.param_groups)
+    copied.refer()
+    return copied
 
 
 def _copy_param_group(group: ParamGroup, memo: dict[int, Any]) -> ParamGroup:
-    twin = object.__new__(ParamGroup)
-    vars(twin).update(vars(group))
-    twin.params_info = [
+    copied = object.__new__(ParamGroup)
+    vars(copied).update(vars(group))
+    copied.params_info = [
         attrs.evolve(
             info,
             param=copy.deepcopy(info.param, memo),
@@ -56,10 +56,10 @@ def _copy_param_group(group: ParamGroup, memo: dict[int, Any]) -> ParamGroup:
         )
         for info in group.params_info
     ]
-    twin.sharded_params = [info.param for info in twin.params_info]  # type: ignore[misc]
-    twin.gradients = group.gradients.over(twin.sharded_params)
-    twin.repack()
-    return twin
+    copied.sharded_params = [info.param for info in copied.params_info]  # type: ignore[misc]
+    copied.gradients = group.gradients.over(copied.sharded_params)
+    copied.repack()
+    return copied
 
 
 FSDPState.__deepcopy__ = copy_state  # type: ignore[attr-defined]

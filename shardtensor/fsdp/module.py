@@ -44,9 +44,9 @@ class FSDPModule:
         return applied
 
     def __copy__(self) -> Any:
-        twin = object.__new__(type(self))
-        vars(twin).update(vars(self))
-        return twin
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Return an independent copy, fully sharded over the same ranks. It sends nothing."""

@@ -92,7 +92,7 @@ SHARDED.add(FSDPParameter)
 WRAPPERS.add(FSDPParameter)
 
 
-def join(sharded: ShardedTensor, group: Any, number: int) -> None:
+def join_group(sharded: ShardedTensor, group: Any, number: int) -> None:
     """Make a ShardedTensor the sharded parameter with this number in a group."""
     sharded._param_group, sharded._unit = group, (ref(group), group.params_info[number].name)
     sharded.__class__ = FSDPParameter

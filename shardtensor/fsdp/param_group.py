@@ -21,7 +21,7 @@ from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.autograd import written_too_early
 from shardtensor.fsdp.gradients import GroupGradients
-from shardtensor.fsdp.outside import UNCOMPILED, join
+from shardtensor.fsdp.outside import UNCOMPILED, join_group
 from shardtensor.fsdp.param_info import ParamInfo, ranges_of
 from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardtensor.parallel.data_mesh import DataMesh
@@ -74,7 +74,7 @@ class ParamGroup:
         self._mark_shard(has_hooks=False)
         for i, shard in enumerate(self.bucket.flat_shards(self.shard)):
             self.sharded_params.append(self._sharded(i, shard))
-        self.settle_dtypes()
+        self.compute_dtypes()
         self.state: Callable[[], Any] = type(None)
         self.changes = 0
         self._is_packed = True  # as far as recorded, the leaves are views of `shard`
@@ -83,14 +83,14 @@ class ParamGroup:
         self.node: Any = None
         self.forget()
 
-    def settle_dtypes(self) -> None:
+    def compute_dtypes(self) -> None:
         """Compute the dtypes of computation, of gradients and of reductions."""
         self.compute_dtype = (self.policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
-        self.settle_grad_dtypes()
+        self.compute_grad_dtypes()
         wanted = self.compute_dtype if self.gradients.dtype == self.dtype else self.gradients.dtype
         self.gradients.reduce_in(self.policy.reduce_dtype or wanted)
 
-    def settle_grad_dtypes(self) -> None:
+    def compute_grad_dtypes(self) -> None:
         """Set the dtypes of gradients to those that users set; reductions use them from the next forward on."""
         asked = [grad_dtype_of(info.param) for info in self.params_info]
         dtype = self.gradients.dtype = reduce(torch.promote_types, asked)
@@ -144,7 +144,7 @@ class ParamGroup:
             become(info.param, self.sharded_params[i])
             sharded: Any = info.param
             sharded.grad, self.sharded_params[i] = grad, sharded
-            join(sharded, self, i)
+            join_group(sharded, self, i)
 
     def is_aliased(self) -> bool:
         """Whether the local tensors of all parameters are views of `shard` that this group made."""
@@ -165,7 +165,7 @@ class ParamGroup:
         self.dtype, self.trains = leaves[0].dtype, tuple(leaf.requires_grad for leaf in leaves)
         self._writes_before += self.shard._version + 1
         self.shard = torch.zeros(self.bucket.chunk, dtype=self.dtype, device=leaves[0].device)
-        self.settle_dtypes()
+        self.compute_dtypes()
         self._mark_shard(self._flat_shard.has_hooks)
         for i, (sharded, shard) in enumerate(zip(self.sharded_params, self.bucket.shards(self.shard), strict=True)):
             leaf = sharded._local
@@ -176,7 +176,7 @@ class ParamGroup:
             fresh.grad = None if leaf.grad is None else leaf.grad.clone()  # not a view of a flat gradient
             fresh._backward_hooks = leaf._backward_hooks
             fresh._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
-            join(sharded, self, i)
+            join_group(sharded, self, i)
             sharded._replace_local(fresh)
         self._is_packed = True
 
@@ -297,10 +297,10 @@ class PostForwardMesh:
 
     def over(self, param_groups: Sequence[ParamGroup]) -> PostForwardMesh:
         """Return an object with the same group for a copy of the module."""
-        twin = copy.copy(self)
-        twin._param_groups = param_groups
-        twin.forget()
-        return twin
+        copied = copy.copy(self)
+        copied._param_groups = param_groups
+        copied.forget()
+        return copied
 
     def forget(self) -> None:
         """Drop the kept part."""

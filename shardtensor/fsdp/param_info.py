@@ -23,7 +23,7 @@ from shardtensor.layout.layout import MeshLayout, has_equal_parts
 from shardtensor.layout.ranges import ANYWHERE, Ranges, ShardPlacement, lay_out, lay_out_alone, lay_out_owned
 from shardtensor.mesh import Mesh
 from shardtensor.parallel.data_mesh import DataMesh
-from shardtensor.parallel.layers import Flowing
+from shardtensor.parallel.layers import ParallelLayer
 from shardtensor.parallel.memory import Home
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.tensor.dispatch import is_dtensor
@@ -155,7 +155,7 @@ class ParamInfo:
         """
         if self.tp_spec is not None:
             return self.tp_spec.has_copies
-        flows = [owner.flow for owner, _ in self.homes if isinstance(owner, Flowing)]
+        flows = [owner.flow for owner, _ in self.homes if isinstance(owner, ParallelLayer)]
         return has_neighbours or any(flow.sums is not None or flow.sums_bias is not None for flow in flows)
 
     @property

@@ -124,8 +124,8 @@ class GradientReducer:
         if not all(runs):
             absent = {group.gradients.position for group, will_run in zip(expected, runs, strict=True) if not will_run}
             self._missing = absent - self._recomputed
-        is_settled = self.unused.asks and any([group.gradients.requires_sync for group in expected])
-        self._landed = {} if is_settled else None
+        is_exchanged = self.unused.asks and any([group.gradients.requires_sync for group in expected])
+        self._landed = {} if is_exchanged else None
 
     def skip(self, param_groups: Iterable[ParamGroup]) -> None:
         """Reduce zeros for those of these groups of which this rank has no gradients, when it is their turn.
@@ -237,7 +237,7 @@ class GradientReducer:
             self._land_all()
             self._is_accumulating = any(group.gradients.are_waiting for group in self.param_groups)
         if self._landed is not None:
-            self._settle(self._landed)
+            self._attach_missed(self._landed)
         self._recomputed.clear()
         self._stream.join()
         if self.unused.pattern:  # otherwise no rank has reduced anything
@@ -246,9 +246,9 @@ class GradientReducer:
         for memory in self._memory.values():
             free(memory)
 
-    def _settle(self, landed: dict[int, torch.Tensor]) -> None:
+    def _attach_missed(self, landed: dict[int, torch.Tensor]) -> None:
         """Set the gradients of parameters that only other ranks used."""
-        for position, missed in self.unused.settle().items():
+        for position, missed in self.unused.exchange().items():
             if position in landed:
                 group = self.param_groups[position]
                 group.gradients.attach(landed[position], missed)

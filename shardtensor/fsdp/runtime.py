@@ -74,7 +74,7 @@ class Runtime:
             states.append(state)
         for state in states:
             reset_sharded_params(state)
-            state.settle()
+            state.compute_flags()
             if state.runtime is not None:
                 state.runtime.is_current = False
         check_device(states)
@@ -292,7 +292,7 @@ class Runtime:
             if state.is_kept and state.sharded_state is not SHARDED:
                 state.wait()
                 kept.append((state, [group.unsharded for group in state.param_groups]))
-            state.settle()
+            state.compute_flags()
         assign_buffers(self.states)
         self.reducer.resize(max([REDUCE_BUFFERS, *(state.reductions_ahead for state in self.states)]))
         self._make_swaps()

@@ -104,7 +104,7 @@ class FSDPState:
         if self.post_forward_mesh is not None:
             self.post_forward_mesh.forget()
 
-    def settle(self) -> None:
+    def compute_flags(self) -> None:
         """Compute the flags that do not change at run time."""
         self.is_container = any(state is not self for module in self.modules for _, state in states_in(module))
         is_small = sum(group.unsharded_bytes for group in self.param_groups) <= SMALL_BYTES

@@ -40,7 +40,7 @@ def fsdp_summary(module: nn.Module) -> str:
         raise LayoutError("nothing in this module is fully sharded", fix="call fully_shard first")
     for _, state in states:
         if state.runtime is None:
-            state.settle()
+            state.compute_flags()
     rows = [_HEAD, *(_row(name, state) for name, state in states)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = [

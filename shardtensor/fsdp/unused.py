@@ -49,7 +49,7 @@ class UnusedCheck:
         self.pattern: Pattern = []
         self._last: Pattern = []
         self._fault: RuleError | None = None
-        self._brought: list[int] = []
+        self._sent: list[int] = []
         self._flag: torch.Tensor | None = None
         self._host: torch.Tensor | None = None
         self._event = streams.event()
@@ -62,7 +62,7 @@ class UnusedCheck:
 
     # -- exactly ----------------------------------------------------------------------------------------------------
 
-    def settle(self) -> dict[int, list[bool]]:
+    def exchange(self) -> dict[int, list[bool]]:
         """Return for each group the parameters that only other ranks used. Collective."""
         mine = self._masks(self.pattern)
         blob = b"".join(mine)
@@ -98,8 +98,8 @@ class UnusedCheck:
             return
         if self._flag is None:
             number = int.from_bytes(sha256(b"".join(self._masks(pattern))).digest()[:7], "little")
-            self._brought = [number, -number]
-            self._flag = torch.tensor(self._brought, device=self._streams.device)
+            self._sent = [number, -number]
+            self._flag = torch.tensor(self._sent, device=self._streams.device)
         for group in _groups(self._data_mesh):
             group.all_reduce(self._flag, "max")
         if self._flag.is_meta:  # a traced step has no values
@@ -129,7 +129,7 @@ class UnusedCheck:
         if self._event is not None:
             self._wait(self._event)  # of a step ago
         assert self._host is not None
-        if self._host.tolist() != self._brought:
+        if self._host.tolist() != self._sent:
             self._flag = None
             raise self._disagreement(self._data_mesh.whole.exchange(b"".join(self._masks(self._last))))
 
@@ -158,8 +158,8 @@ class UnusedCheck:
             "in the last backward ranks used different parameters, and fully_shard takes them to use the same",
             {"used only": "; ".join([*some[:_SHOWN], *rest])},
             [
-                "fully_shard(..., find_unused=True): ranks settle in each backward which parameters any of them used,"
-                " and those that did not use one add zeros",
+                "fully_shard(..., find_unused=True): ranks exchange in each backward which parameters they used, and"
+                " those that did not use one add zeros",
                 "let every rank use every parameter, or none",
             ],
         )

@@ -225,8 +225,7 @@ def _move(source: Layout, target: Layout, shared: bool) -> Step:
         return Step("all_to_all", source, target)
     cuts = source.dims if isinstance(source, MeshLayout) else ()
     pieces = [cut.pieces for cut in cuts if cut is not None and not set(axes).isdisjoint(cut.axes)]
-    is_even = all(len({each.size(i) for i in range(each.count)}) == 1 for each in pieces)
-    if isinstance(source, MeshLayout) and _is_slice(target, source) and is_even:
+    if isinstance(source, MeshLayout) and _is_slice(target, source) and all(each.is_even for each in pieces):
         return Step("all_gather", source, target, axes)
     return Step("all_to_all", source, target, axes)
 

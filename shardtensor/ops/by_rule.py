@@ -1,7 +1,7 @@
 """The handler of operations whose row has letters: bind the call, redistribute the operands, compute, reduce.
 
 An operation needs only a row of `shardtensor.rules.table`, unless the row names a function that reduces the ranks'
-results: `joins` registers that function.
+results: `combines` registers that function.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shardtensor.layout.layout import MeshLayout, Shape, replicated
 from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.binding import BoundCall, spelled
 from shardtensor.ops.engine import Prepared, computed_alike, finish, layouts_of, prepare, write_out
-from shardtensor.ops.local_call import LocalCall, local_by, remembered
+from shardtensor.ops.local_call import LocalCall, cached_call, local_by
 from shardtensor.rules.pattern import Pattern
-from shardtensor.rules.propagate import Recipe, propagate, with_dims
+from shardtensor.rules.propagate import OpSharding, propagate, with_dims
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, Row, rows
 from shardtensor.tensor.dispatch import HANDLERS, resolve
@@ -31,11 +31,11 @@ from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced
 
-JOINS: dict[str, tuple[Callable[..., Any], bool, bool]] = {}
-"""The functions that rows name as ``@name``, with the options of `joins`."""
+COMBINERS: dict[str, tuple[Callable[..., Any], bool, bool]] = {}
+"""The functions that rows name as ``@name``, with the options of `combine`."""
 
 
-def joins(
+def combines(
     name: str, *, blocks: bool = False, always: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the function that a row names as ``@name``: it computes the local result if that letter is sharded.
@@ -49,7 +49,7 @@ def joins(
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        JOINS[name] = function, blocks, always
+        COMBINERS[name] = function, blocks, always
         return function
 
     return register
@@ -100,10 +100,10 @@ def by_rule(func: Any, name: str) -> Callable[..., Any]:
     def handler(*args: Any, **kwargs: Any) -> Any:
         return _bound(func, name, args, kwargs)
 
-    return remembered(func, lambda args, kwargs: decided(func, name, args, kwargs), handler, name)
+    return cached_call(func, lambda args, kwargs: local_call_by_rule(func, name, args, kwargs), handler, name)
 
 
-def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
+def local_call_by_rule(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
     """Return the `LocalCall` for a call, by its row; None if the call needs the general handler."""
     row = ROWS[name]
     pattern = row.pattern
@@ -116,24 +116,24 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     rule = pattern.bind(call.shapes, call.dims, call.keepdim)
     if rule is None:
         return None
-    recipe = propagate(rule, layouts_of(call.present))
-    if recipe is None:
+    sharding = propagate(rule, layouts_of(call.present))
+    if sharding is None:
         return None
-    letter = _cut_letter(pattern, rule, recipe)
+    letter = _cut_letter(pattern, rule, sharding)
     if letter is not None:
-        return _joined_locally(call, rule, recipe, letter)
-    if recipe.output.partial and any(
+        return _combined_locally(call, rule, sharding, letter)
+    if sharding.output.partial and any(
         side.added and x is not None for side, x in zip(call.sides, call.operands, strict=False)
     ):
         return None  # an operand that is added once comes after the sum
     places = [place for place, x in zip(call.places, call.operands, strict=False) if x is not None]
     if call.listed or any(place not in kwargs for place in places if isinstance(place, str)):
         places = [None] * len(call.present)
-    found = local_by(_STRAIGHT.get(func, func), recipe, call.present, places, None if row.takes_empty else rule)
+    found = local_by(_STRAIGHT.get(func, func), sharding, call.present, places, None if row.takes_empty else rule)
     if found is None or not pattern.makes_sizes or found.layout is None:
         return found
 
-    layout = recipe.reduced  # the call reduces partial results
+    layout = sharding.reduced  # the call reduces partial results
 
     def sized(result: Any) -> MeshLayout:
         first = result if isinstance(result, torch.Tensor) else result[0]
@@ -142,28 +142,28 @@ def decided(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     return found._replace(sized=sized)
 
 
-def _joined_locally(call: BoundCall, rule: Rule, recipe: Recipe, letter: tuple[str, str]) -> LocalCall | None:
+def _combined_locally(call: BoundCall, rule: Rule, sharding: OpSharding, letter: tuple[str, str]) -> LocalCall | None:
     """Return the `LocalCall` for a call of one operand whose ranks' results an ``@name`` function reduces."""
-    join, blocks, always = JOINS[letter[1][1:]]
+    combiner, blocks, always = COMBINERS[letter[1][1:]]
     (place, *more), (x, *_) = call.places, call.present
-    if not always or more or place != 0 or not isinstance(x, ShardedTensor) or x._layout != recipe.needs[0].layout:
+    if not always or more or place != 0 or not isinstance(x, ShardedTensor) or x._layout != sharding.needs[0].layout:
         return None
-    if x._layout.partial or len(recipe.reduced.ranks) != x._group.size:
+    if x._layout.partial or len(sharding.reduced.ranks) != x._group.size:
         return None
-    if not blocks and any(_is_blocked(recipe, *where) for where in _dims_of(rule, letter[0])):
+    if not blocks and any(_is_blocked(sharding, *where) for where in _dims_of(rule, letter[0])):
         return None
     call = attrs.evolve(call, operands=(None,), args=(None, *call.args[1:]))  # so that the cache keeps no tensor alive
-    given = _cut(call, rule, Prepared([], recipe, x._group), letter[0])
+    given = _cut(call, rule, Prepared([], sharding, x._group), letter[0])
     given = attrs.evolve(given, compute=lambda local: call.func(local, *call.args[1:], **call.kwargs))
 
     def compute(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         given.locals.append(local)  # a new Cut for each call would take longer than the reduction
         try:
-            return join(given)
+            return combiner(given)
         finally:
             given.locals.clear()
 
-    return LocalCall(compute, None if recipe.reduced.is_replicated else recipe.reduced)
+    return LocalCall(compute, None if sharding.reduced.is_replicated else sharding.reduced)
 
 
 _STRAIGHT = {F.layer_norm: torch.layer_norm, F.rms_norm: torch.rms_norm}
@@ -196,15 +196,15 @@ def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
     pattern, name = row.pattern, call.name
     assert pattern is not None
     present = call.present
-    if pattern.reduces and pattern.joins:
+    if pattern.reduces and pattern.combine:
         found = _of_all_elements(call, pattern)
         if found is not NotImplemented:
             return found
-    recipe = propagate(rule, layouts_of(present))
-    if recipe is None:
+    sharding = propagate(rule, layouts_of(present))
+    if sharding is None:
         return None
     added = [i for i, side in enumerate(call.sides) if side.added and call.operands[i] is not None]
-    if added and recipe.output.partial:  # an operand that is added once comes after the sum over ranks
+    if added and sharding.output.partial:  # an operand that is added once comes after the sum over ranks
         without = call.without(added)
         inner = pattern.bind(without.shapes, without.dims, without.keepdim)
         out = None if inner is None else _computed(without, inner, row)
@@ -216,23 +216,23 @@ def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
             after = rule.output[::-1].index(letters[-1]) if letters and letters[-1] is not None else 0
             out = out + as_cast(x.reshape(*x.shape, *(1,) * after) if after else x, out)
         return out
-    letter = _cut_letter(pattern, rule, recipe)
+    letter = _cut_letter(pattern, rule, sharding)
     if letter is not None:
-        join, blocks, _ = JOINS[letter[1][1:]]
+        combiner, blocks, _ = COMBINERS[letter[1][1:]]
         dims = _dims_of(rule, letter[0])
-        if not blocks and any(_is_blocked(recipe, *place) for place in dims):
+        if not blocks and any(_is_blocked(sharding, *place) for place in dims):
             return _computed(call, whole_in(rule, letter[0]), row)
     ready = prepare(name, rule, present)
     if ready is None:
         return None
     if letter is None:
-        needed = [need.layout for need in ready.recipe.needs]
+        needed = [need.layout for need in ready.sharding.needs]
         found = computed_alike(call.compute, None if row.takes_empty else rule, needed, ready.locals)
-        return _given(found, ready.recipe.output, ready.group, pattern)
-    result = join(_cut(call, rule, ready, letter[0]))
+        return _given(found, ready.sharding.output, ready.group, pattern)
+    result = combiner(_cut(call, rule, ready, letter[0]))
     if result is NotImplemented:
         return _computed(call, whole_in(rule, letter[0]), row)
-    return _given(result, ready.recipe.output, ready.group, pattern)
+    return _given(result, ready.sharding.output, ready.group, pattern)
 
 
 def _of_all_elements(call: BoundCall, pattern: Pattern) -> Any:
@@ -244,12 +244,12 @@ def _of_all_elements(call: BoundCall, pattern: Pattern) -> Any:
     layout, group = x._layout, x._group
     if isinstance(layout, MeshLayout) or (len(layout.ranks) != group.size and layout.grid != (len(layout.ranks),)):
         return NotImplemented  # ranks outside the tensor have no replica of their own
-    ((_, join),) = pattern.joins
+    ((_, how),) = pattern.combine
     flat = replicated((x.numel(),), layout.ranks, layout.grid)
     subgroup = along(group, layout, layout.sharding_axes)
     given = Cut(call.func, call.name, tuple(call.present_names), [x._local.reshape(-1)], call.func, (flat,), (0,),
                 subgroup, group, call.options, flat)  # fmt: skip
-    result = JOINS[join[1:] if join.startswith("@") else "total"][0](given)
+    result = COMBINERS[how[1:] if how.startswith("@") else "total"][0](given)
     if result is NotImplemented:
         return result
     shape = (1,) * x.dim() if given.keepdim else ()
@@ -283,21 +283,21 @@ def _dims_of(rule: Rule, letter: str) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _cut_letter(pattern: Pattern, rule: Rule, recipe: Recipe) -> tuple[str, str] | None:
+def _cut_letter(pattern: Pattern, rule: Rule, sharding: OpSharding) -> tuple[str, str] | None:
     """Return the sharded letter with an ``@name`` function, and that name."""
-    for letter, join in pattern.joins:
-        if join.startswith("@") and any(recipe.needs[i].layout.dims[d] is not None for i, d in _dims_of(rule, letter)):
-            return letter, join
+    for letter, how in pattern.combine:
+        if how.startswith("@") and any(sharding.needs[i].layout.dims[d] is not None for i, d in _dims_of(rule, letter)):
+            return letter, how
     return None
 
 
-def _is_blocked(recipe: Recipe, operand: int, dim: int) -> bool:
-    cut = recipe.needs[operand].layout.dims[dim]
+def _is_blocked(sharding: OpSharding, operand: int, dim: int) -> bool:
+    cut = sharding.needs[operand].layout.dims[dim]
     return cut is not None and isinstance(cut.pieces, Blocked)
 
 
 def _cut(call: BoundCall, rule: Rule, ready: Prepared, letter: str) -> Cut:
-    layouts = tuple(need.layout for need in ready.recipe.needs)
+    layouts = tuple(need.layout for need in ready.sharding.needs)
     places = _dims_of(rule, letter)
     first = places[0][0]
     dims = tuple(d for i, d in places if i == first)
@@ -316,7 +316,7 @@ def _cut(call: BoundCall, rule: Rule, ready: Prepared, letter: str) -> Cut:
         subgroup,
         ready.group,
         call.options,
-        ready.recipe.reduced,
+        ready.sharding.reduced,
     )
 
 
@@ -348,8 +348,8 @@ def as_cast(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
 def leaves_partials(name: str, operands: tuple[torch.Tensor, ...]) -> bool:
     """Return whether the local results of an operation on these operands are partial sums."""
     rule = ROWS[name].rule(tuple(tuple(x.shape) for x in operands))
-    recipe = None if rule is None else propagate(rule, layouts_of(operands))
-    return recipe is not None and bool(recipe.output.partial)
+    sharding = None if rule is None else propagate(rule, layouts_of(operands))
+    return sharding is not None and bool(sharding.output.partial)
 
 
 def _misfit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.errors import RuleError
-from shardtensor.ops.by_rule import Cut, by_rule, decided, joins
+from shardtensor.ops.by_rule import Cut, by_rule, combines, local_call_by_rule
 from shardtensor.ops.indices import check_ids
-from shardtensor.ops.local_call import LocalCall, remembered
+from shardtensor.ops.local_call import LocalCall, cached_call
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -71,7 +71,7 @@ def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
     ids = args[0]
     if isinstance(ids, ShardedTensor) and not ids._layout.is_whole_on_all(ids._group.size):
         return None
-    found = decided(F.embedding, "embedding", args, kwargs)
+    found = local_call_by_rule(F.embedding, "embedding", args, kwargs)
     pad, rows = kwargs.get("padding_idx"), args[1].shape[0]
     if found is None or found.moves or not (pad is None or -rows <= pad < rows):
         return None
@@ -79,7 +79,7 @@ def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
     return found._replace(call=lambda ids, table, **_: torch.embedding(table, ids, pad))
 
 
-implements(F.embedding)(remembered(F.embedding, _locally, embedding, "embedding"))
+implements(F.embedding)(cached_call(F.embedding, _locally, embedding, "embedding"))
 
 
 def look_up(ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
@@ -92,7 +92,7 @@ def look_up(ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None = No
 _by_rule = by_rule(look_up, "embedding")
 
 
-@joins("own_rows")
+@combines("own_rows")
 def own_rows(cut: Cut) -> torch.Tensor:
     """Look up this rank's rows and sum over the ranks: an id that a rank does not hold gives zeros there."""
     ids, table = cut.locals

@@ -22,7 +22,7 @@ from shardtensor.errors import RuleError
 from shardtensor.layout.explain import say_step
 from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.layout.route import route
-from shardtensor.rules.propagate import Need, Recipe, fault_in, propagate, ways_out
+from shardtensor.rules.propagate import OperandLayout, OpSharding, fault_in, propagate, ways_out
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import is_strict, name_of
@@ -152,14 +152,14 @@ def run(
     ready = prepare(name, rule, operands)
     if ready is None:
         return None
-    return finish(computed(compute, ready.locals), ready.recipe.output, ready.group)
+    return finish(computed(compute, ready.locals), ready.sharding.output, ready.group)
 
 
 class Prepared(NamedTuple):
     """The local operands of one call, their layouts, and the group."""
 
     locals: list[torch.Tensor]
-    recipe: Recipe
+    sharding: OpSharding
     group: Group
 
 
@@ -168,16 +168,16 @@ def prepare(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Prepared
     operands = [reduced(x) if isinstance(x, ShardedTensor) else x for x in operands]
     group = group_of(name, operands)
     layouts = layouts_of(operands)
-    recipe = propagate(rule, layouts)
-    if recipe is not None and any(need.moves for need in recipe.needs):
+    sharding = propagate(rule, layouts)
+    if sharding is not None and any(need.moves for need in sharding.needs):
         if is_strict():
             refuse(name, rule, operands)
         if len({x.dtype for x in operands}) > 1:
-            recipe = propagate(rule, layouts, tuple(x.element_size() for x in operands))
-    if recipe is None or (len(recipe.reduced.ranks) != group.size and not _fits_a_part(recipe, operands)):
+            sharding = propagate(rule, layouts, tuple(x.element_size() for x in operands))
+    if sharding is None or (len(sharding.reduced.ranks) != group.size and not _fits_a_part(sharding, operands)):
         return None
-    locals_ = [redistributed(name, x, need, group) for x, need in zip(operands, recipe.needs, strict=True)]
-    return Prepared(locals_, recipe, group)
+    locals_ = [redistributed(name, x, need, group) for x, need in zip(operands, sharding.needs, strict=True)]
+    return Prepared(locals_, sharding, group)
 
 
 def layouts_of(operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -192,20 +192,20 @@ def on_grid(name: str, x: ShardedTensor, whole: Sequence[int] = ()) -> ShardedTe
     """
     x = reduced(x)
     letters = tuple(f"d{k}" for k in range(x.dim()))
-    recipe = propagate(Rule((letters,), letters, frozenset(letters[k] for k in whole)), (x._layout,))
-    if recipe is None or not recipe.reduced.cut_dims:
+    sharding = propagate(Rule((letters,), letters, frozenset(letters[k] for k in whole)), (x._layout,))
+    if sharding is None or not sharding.reduced.cut_dims:
         return None
-    refuse_to_move(name, x, recipe.reduced)
-    return wrap(local_as(x, recipe.reduced, x._group), recipe.reduced, None, x._group)
+    refuse_to_move(name, x, sharding.reduced)
+    return wrap(local_as(x, sharding.reduced, x._group), sharding.reduced, None, x._group)
 
 
-def _fits_a_part(recipe: Recipe, operands: Sequence[torch.Tensor]) -> bool:
+def _fits_a_part(sharding: OpSharding, operands: Sequence[torch.Tensor]) -> bool:
     """Return whether ranks outside the grid can compute with empty tensors: an operand is sharded, none replicated."""
-    is_cut = any(need.layout.cut_dims for need in recipe.needs)
+    is_cut = any(need.layout.cut_dims for need in sharding.needs)
     return is_cut and not any(isinstance(x, ShardedTensor) and x._layout.is_replicated for x in operands)
 
 
-def redistributed(name: str, x: torch.Tensor, need: Need, group: Group) -> torch.Tensor:
+def redistributed(name: str, x: torch.Tensor, need: OperandLayout, group: Group) -> torch.Tensor:
     """Return the local tensor of `x` in the layout that the rule needs, with the matching backward."""
     layout = need.layout
     if isinstance(x, ShardedTensor):

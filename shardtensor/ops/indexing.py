@@ -17,7 +17,7 @@ from shardtensor.comm import collectives
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.engine import on_grid
 from shardtensor.ops.indices import index_of, index_put
-from shardtensor.ops.local_call import LocalCall, remembered
+from shardtensor.ops.local_call import LocalCall, cached_call
 from shardtensor.ops.pointwise import written_through
 from shardtensor.ops.views import copied, local_view, to_view, view
 from shardtensor.rules.indexing import Item, indexing, normalize
@@ -136,7 +136,7 @@ def getitem(input: torch.Tensor, index: Any) -> Any:
     return result
 
 
-implements(torch.Tensor.__getitem__)(remembered(torch.Tensor.__getitem__, _by_place, getitem))
+implements(torch.Tensor.__getitem__)(cached_call(torch.Tensor.__getitem__, _by_place, getitem))
 
 
 def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import MeshLayout
-from shardtensor.ops.by_rule import Cut, by_rule, joins
+from shardtensor.ops.by_rule import Cut, by_rule, combines
 from shardtensor.ops.engine import finish, in_graph, prepare, write_out
 from shardtensor.rules.indexing import first_of, reading, writing
 from shardtensor.rules.rule import one_dim
@@ -108,7 +108,7 @@ def _out_of_bounds(dim: int, size: int) -> Callable[[int], Exception]:
 # -- one dim -----------------------------------------------------------------------------------------------------------
 
 
-@joins("read", blocks=True)
+@combines("read", blocks=True)
 def read(cut: Cut) -> torch.Tensor:
     """Read as ``gather`` and ``index_select`` along the sharded dim: zeros for what other ranks hold, then the sum."""
     (local, at), (source, index), d = cut.locals, cut.layouts, cut.dims[0]
@@ -130,7 +130,7 @@ def _nothing(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return in_graph(local.new_zeros(tuple(shape)), (local,))
 
 
-@joins("write", blocks=True)
+@combines("write", blocks=True)
 def write(cut: Cut) -> torch.Tensor:
     """Write along the sharded dim the elements that this rank holds."""
     local, at, *values = cut.locals
@@ -245,19 +245,19 @@ def index_of(x: torch.Tensor, indices: Indices) -> torch.Tensor:
     ready = prepare("index", rule, (x, *tensors))
     if ready is None:
         return fall_back(torch.Tensor.__getitem__, (x, whole), {})
-    (local, *ats), recipe, group = ready
+    (local, *ats), sharding, group = ready
     where = iter(ats)
     places: list[Any] = [slice(None) if index is None else next(where) for index in indices]
-    cut, mine = _local_places(places, recipe.needs[0].layout, group.rank, local.device)
+    cut, mine = _local_places(places, sharding.needs[0].layout, group.rank, local.device)
     rest, first = [n for k, n in enumerate(local.shape) if k not in at], first_of(at)
     if cut and not all(local.shape[k] for k in at):
         broad = torch.broadcast_shapes(*(places[k].shape for k in at))
-        return finish(_nothing(local, (*rest[:first], *broad, *rest[first:])), recipe.output, group)
+        return finish(_nothing(local, (*rest[:first], *broad, *rest[first:])), sharding.output, group)
     found = local[tuple(places)]
     if cut:
         broad = torch.broadcast_shapes(*(places[k].shape for k in at))
         found = found.masked_fill(~mine.expand(broad).reshape((*broad, *(1,) * (len(rest) - first))), 0)
-    return finish(found, recipe.output, group)
+    return finish(found, sharding.output, group)
 
 
 @implements(torch.index_put, torch.Tensor.index_put)
@@ -285,10 +285,10 @@ def index_put(input: torch.Tensor, indices: Indices, values: torch.Tensor, accum
     ready = prepare("index_put", rule, (input, *tensors, values))
     if ready is None:
         return fall_back(torch.index_put, (input, tuple(given), values, accumulate), {})
-    (local, *ats, local_values), recipe, group = ready
+    (local, *ats, local_values), sharding, group = ready
     where = iter(ats)
     places = [None if index is None else next(where) for index in indices]
-    cut, mine = _local_places(places, recipe.needs[0].layout, group.rank, local.device)
+    cut, mine = _local_places(places, sharding.needs[0].layout, group.rank, local.device)
     if not cut:
         out = torch.ops.aten.index_put(local, places, local_values, accumulate)
     elif not all(local.shape[k] for k in cut[1:]):
@@ -299,7 +299,7 @@ def index_put(input: torch.Tensor, indices: Indices, values: torch.Tensor, accum
         assert here is not None, "indices of a sharded dim"
         places[d] = torch.where(mine, here, count)
         out = torch.ops.aten.index_put(_with_spare(local, d), places, local_values, accumulate).narrow(d, 0, count)
-    return finish(out, recipe.output, group)
+    return finish(out, sharding.output, group)
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import MeshLayout
-from shardtensor.ops.by_rule import Cut, by_rule, decided, joins
+from shardtensor.ops.by_rule import Cut, by_rule, combines, local_call_by_rule
 from shardtensor.ops.engine import HALF, computed_alike, finish, group_of
-from shardtensor.ops.local_call import LocalCall, remembered
+from shardtensor.ops.local_call import LocalCall, cached_call
 from shardtensor.rules.propagate import with_dims
 from shardtensor.rules.table import rule_of
 from shardtensor.rules.views import heads_fit
@@ -90,10 +90,10 @@ def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
         return None
     if args[0].dim() < 3 or len({x.dim() for x in args}) > 1:
         return None
-    return decided(attend, "scaled_dot_product_attention", args, kwargs)
+    return local_call_by_rule(attend, "scaled_dot_product_attention", args, kwargs)
 
 
-HANDLERS[attend] = remembered(attend, _locally, scaled_dot_product_attention, "scaled_dot_product_attention")
+HANDLERS[attend] = cached_call(attend, _locally, scaled_dot_product_attention, "scaled_dot_product_attention")
 
 
 # -- normalization -----------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ HANDLERS[attend] = remembered(attend, _locally, scaled_dot_product_attention, "s
 # -- over the last dims ------------------------------------------------------------------------------------------------
 
 
-@joins("moments", blocks=True)
+@combines("moments", blocks=True)
 def moments(cut: Cut) -> torch.Tensor:
     """Compute layer_norm: the mean, then the mean square of the differences, of all elements; each one all-reduce."""
     x = _wide(cut.locals[0])
@@ -110,7 +110,7 @@ def moments(cut: Cut) -> torch.Tensor:
     return _scaled(away * (_mean(away.square(), cut) + eps).rsqrt(), cut)
 
 
-@joins("mean_square", blocks=True)
+@combines("mean_square", blocks=True)
 def mean_square(cut: Cut) -> torch.Tensor:
     """Compute rms_norm: one all-reduce."""
     x = _wide(cut.locals[0])
@@ -139,7 +139,7 @@ def _scaled(out: torch.Tensor, cut: Cut) -> torch.Tensor:
 # -- over channels -----------------------------------------------------------------------------------------------------
 
 
-@joins("statistics")  # so that the table can name it; the handler does not use the row
+@combines("statistics")  # so that the table can name it; the handler does not use the row
 @implements(F.batch_norm, torch.batch_norm)
 def batch_norm(
     input: torch.Tensor,

@@ -31,8 +31,8 @@ from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.collectives import alias, caller
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import MeshLayout
-from shardtensor.ops.by_rule import by_rule, decided
-from shardtensor.ops.local_call import LocalCall, remembered
+from shardtensor.ops.by_rule import by_rule, local_call_by_rule
+from shardtensor.ops.local_call import LocalCall, cached_call
 from shardtensor.rules.propagate import with_dims
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.move import along
@@ -277,7 +277,7 @@ def _decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
         return _column_parallel(x, weight)
     if isinstance(x, ShardedTensor) and isinstance(x._layout, MeshLayout) and any(x._layout.dims[-1:]):
         return _row_parallel(x, weight, bias)
-    return decided(F.linear, "linear", args, kwargs)
+    return local_call_by_rule(F.linear, "linear", args, kwargs)
 
 
 def _is_column_parallel(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -317,7 +317,7 @@ def _row_parallel(x: ShardedTensor, weight: torch.Tensor, bias: torch.Tensor | N
     layout = x._layout
     assert isinstance(layout, MeshLayout)
     cut = layout.dims[-1]
-    found = decided(F.linear, "linear", (x, weight), {})
+    found = local_call_by_rule(F.linear, "linear", (x, weight), {})
     if found is None or found.moves or cut is None:
         return None
     if bias is not None and (found.layout is not None or bias.shape != weight.shape[:1]):
@@ -333,4 +333,4 @@ def _row_parallel(x: ShardedTensor, weight: torch.Tensor, bias: torch.Tensor | N
     return found._replace(call=rows)
 
 
-implements(F.linear)(remembered(F.linear, _decide, by_rule(F.linear, "linear"), "linear"))
+implements(F.linear)(cached_call(F.linear, _decide, by_rule(F.linear, "linear"), "linear"))

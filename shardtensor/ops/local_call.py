@@ -19,7 +19,7 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.ops.engine import computed, computed_alike
-from shardtensor.rules.propagate import Recipe
+from shardtensor.rules.propagate import OpSharding
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import is_strict
@@ -64,7 +64,7 @@ class LocalCall(NamedTuple):
 Decide = Callable[[tuple[Any, ...], dict[str, Any]], LocalCall | None]
 
 
-def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+def cached_call(func: Any, decide: Decide, handler: Callable[..., Any], name: str = "") -> Callable[..., Any]:
     """Return a handler of `func` that caches the result of `decide` for each form; `handler` does the other calls.
 
     Args:
@@ -157,12 +157,12 @@ def remembered(func: Any, decide: Decide, handler: Callable[..., Any], name: str
 
 def local_by(
     call: Callable[..., Any],
-    recipe: Recipe | None,
+    sharding: OpSharding | None,
     operands: Sequence[torch.Tensor],
     places: Sequence[int | str | None],
     rule: Rule | None = None,
 ) -> LocalCall | None:
-    """Return the `LocalCall` for operands in the layouts of `recipe`; it redistributes operands in other layouts.
+    """Return the `LocalCall` for operands in the layouts of `sharding`; it redistributes operands in other layouts.
 
     The call itself reduces partial sums; None if the output is partial in another way.
 
@@ -173,19 +173,19 @@ def local_by(
 
         The result depends on layouts alone, so all ranks make a call in the same way, also those whose part is empty.
     """
-    if recipe is None or any(op != "sum" for _, op in recipe.output.partial):
+    if sharding is None or any(op != "sum" for _, op in sharding.output.partial):
         return None
     if any(isinstance(x, ShardedTensor) and x._layout.partial for x in operands):
         return None
     group = next(x._group for x in operands if isinstance(x, ShardedTensor))
-    if len(recipe.output.ranks) != group.size:
+    if len(sharding.output.ranks) != group.size:
         return None
-    layouts = [recipe.output, *(need.layout for need in recipe.needs)]
+    layouts = [sharding.output, *(need.layout for need in sharding.needs)]
     if any(0 in layout.local_shape(group.rank) for layout in layouts):
         call = on_nothing(call, None if None in places else rule, layouts[1:], places)
     sums: list[tuple[int | str, Group | None]] = []
     moves: list[tuple[int | str, Layout, Layout]] = []
-    for x, need, place in zip(operands, recipe.needs, places, strict=True):
+    for x, need, place in zip(operands, sharding.needs, places, strict=True):
         if isinstance(x, ShardedTensor):
             if x._layout != need.layout:
                 if place is None or not isinstance(x._layout, MeshLayout):
@@ -198,10 +198,10 @@ def local_by(
                 return None
             subgroup = along(group, need.layout, need.grad_partial_axes)
             sums.append((place, None if subgroup is group else subgroup))
-    output = recipe.output
+    output = sharding.output
     if output.partial:
         call = summed(call, along(group, output, output.partial_axes))
-        output = recipe.reduced
+        output = sharding.reduced
     return LocalCall(call, None if output.is_replicated else output, tuple(sums), tuple(moves))
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
-from shardtensor.ops.by_rule import Cut, by_rule, joins
+from shardtensor.ops.by_rule import Cut, by_rule, combines
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import check_ids, places
 from shardtensor.ops.pointwise import spread
@@ -35,7 +35,7 @@ def _shifted(local: torch.Tensor, dim: int, subgroup: Group) -> torch.Tensor:
     return local - top
 
 
-@joins("exponentials")
+@combines("exponentials")
 def exponentials(cut: Cut) -> torch.Tensor:
     """Compute softmax, log_softmax or softmin over a sharded dim."""
     (local,), (d,) = cut.locals, cut.dims
@@ -146,7 +146,7 @@ def _losses(func: Any) -> Any:
 _LOSSES = {"cross_entropy": _losses(F.cross_entropy), "nll_loss": _losses(F.nll_loss)}
 
 
-@joins("classes", blocks=True)
+@combines("classes", blocks=True)
 def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the losses over sharded classes, and the weight of each in a mean; both are replicated."""
     local, labels, *rest = cut.locals

@@ -13,7 +13,7 @@ import torch
 
 from shardtensor.ops.by_rule import as_cast, by_rule, leaves_partials
 from shardtensor.ops.engine import layouts_of, run, write_out
-from shardtensor.ops.local_call import LocalCall, local_by, remembered
+from shardtensor.ops.local_call import LocalCall, cached_call, local_by
 from shardtensor.rules.propagate import propagate
 from shardtensor.rules.rule import einsum_rule
 from shardtensor.tensor.dispatch import implements
@@ -73,11 +73,11 @@ def _einsum_locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall 
     if not isinstance(equation, str) or not all(isinstance(x, torch.Tensor) for x in operands):
         return None
     rule = einsum_rule(equation, tuple(tuple(x.shape) for x in operands))
-    recipe = None if rule is None else propagate(rule, layouts_of(operands))
-    if rule is None or recipe is None:
+    sharding = None if rule is None else propagate(rule, layouts_of(operands))
+    if rule is None or sharding is None:
         return None
     compute = _summing(equation, operands)
-    return local_by(lambda _, *xs: compute(*xs), recipe, operands, range(1, len(args)))
+    return local_by(lambda _, *xs: compute(*xs), sharding, operands, range(1, len(args)))
 
 
 def _summing(equation: str, operands: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -103,7 +103,7 @@ def _dtype_under_autocast(equation: str, kinds: tuple[tuple[Any, torch.dtype], .
         return torch.einsum(equation, *zeros).dtype
 
 
-implements(torch.einsum)(remembered(torch.einsum, _einsum_locally, einsum))
+implements(torch.einsum)(cached_call(torch.einsum, _einsum_locally, einsum))
 
 
 @implements(torch.tensordot)

@@ -14,10 +14,10 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import MeshLayout
-from shardtensor.ops.by_rule import decided
+from shardtensor.ops.by_rule import local_call_by_rule
 from shardtensor.ops.engine import group_of, redistributed, refuse_to_move, run, write_out
-from shardtensor.ops.local_call import remembered
-from shardtensor.rules.propagate import Need, follow
+from shardtensor.ops.local_call import cached_call
+from shardtensor.rules.propagate import OperandLayout, follow
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, rule_of
 from shardtensor.tensor.copied import refuse_lost_write, version_of
@@ -46,7 +46,7 @@ def elementwise(func: Callable[..., Any], name: str) -> Callable[..., Any]:
     def general(*args: Any, **kwargs: Any) -> Any:
         return spread(func, args, kwargs, name)
 
-    otherwise = remembered(func, lambda args, kwargs: decided(func, name, args, kwargs), general, name)
+    otherwise = cached_call(func, lambda args, kwargs: local_call_by_rule(func, name, args, kwargs), general, name)
     return handler
 
 
@@ -239,7 +239,7 @@ def _meets(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
     target = follow(layout, other.shape)
     moves = isinstance(other, ShardedTensor) and other._layout != target and not other._layout.is_replicated
     return redistributed(
-        name, other, Need(target, tuple(sorted({*layout.cut_axes} - {*target.cut_axes})), moves), x._group
+        name, other, OperandLayout(target, tuple(sorted({*layout.cut_axes} - {*target.cut_axes})), moves), x._group
     )
 
 
@@ -283,9 +283,9 @@ def _where(func: Any) -> Any:
         return spread(func, args, kwargs, "where")
 
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if len(args) + len(kwargs) == 1 else decided(func, "where", args, kwargs)
+        return None if len(args) + len(kwargs) == 1 else local_call_by_rule(func, "where", args, kwargs)
 
-    return remembered(func, decide, handler, "where")
+    return cached_call(func, decide, handler, "where")
 
 
 for _func in spellings("where"):

@@ -14,7 +14,7 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
-from shardtensor.ops.by_rule import Cut, by_rule, joins
+from shardtensor.ops.by_rule import Cut, by_rule, combines
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import places
 from shardtensor.ops.pointwise import spread
@@ -24,7 +24,7 @@ from shardtensor.tensor.fallback import fall_back
 # -- sums and products -------------------------------------------------------------------------------------------------
 
 
-@joins("total", blocks=True, always=True)
+@combines("total", blocks=True, always=True)
 def total(cut: Cut) -> torch.Tensor:
     """Compute ``sum`` and ``nansum``: one all-reduce of the result."""
     local, dtype = cut.locals[0], cut.options.get("dtype")
@@ -35,7 +35,7 @@ def total(cut: Cut) -> torch.Tensor:
     return found.to(want) if want in HALF else found
 
 
-@joins("mean", blocks=True, always=True)
+@combines("mean", blocks=True, always=True)
 def mean(cut: Cut) -> torch.Tensor:
     """Return the mean of all elements, not of the ranks' means: one all-reduce of the result."""
     local, dtype = cut.locals[0], cut.options.get("dtype")
@@ -46,7 +46,7 @@ def mean(cut: Cut) -> torch.Tensor:
     return (collectives.all_reduce(found, cut.subgroup) / cut.count).to(want)
 
 
-@joins("product", blocks=True, always=True)
+@combines("product", blocks=True, always=True)
 def product(cut: Cut) -> torch.Tensor:
     """Gather the ranks' products and multiply them, so that gradients at zeros are right."""
     local, dtype = cut.locals[0], cut.options.get("dtype")
@@ -55,7 +55,7 @@ def product(cut: Cut) -> torch.Tensor:
     return gathered(found, cut.subgroup).prod(0, dtype=found.dtype)
 
 
-@joins("truth", blocks=True, always=True)
+@combines("truth", blocks=True, always=True)
 def truth(cut: Cut) -> torch.Tensor:
     """Compute ``any`` and ``all``: the sum and the product of bools, the maximum and the minimum of bytes."""
     found = cut.func(cut.locals[0], cut.dims, cut.keepdim)
@@ -63,7 +63,7 @@ def truth(cut: Cut) -> torch.Tensor:
     return cut.subgroup.all_reduce(found.clone(), of_bools if found.dtype == torch.bool else of_bytes)
 
 
-@joins("exponents", blocks=True)
+@combines("exponents", blocks=True)
 def exponents(cut: Cut) -> torch.Tensor:
     """Compute ``logsumexp``: the ranks reduce the maximum and the sum, as in softmax."""
     local = cut.locals[0]
@@ -86,7 +86,7 @@ def _shaped(found: torch.Tensor, cut: Cut) -> torch.Tensor:
 # -- variance ----------------------------------------------------------------------------------------------------------
 
 
-@joins("two_passes", blocks=True, always=True)
+@combines("two_passes", blocks=True, always=True)
 def two_passes(cut: Cut) -> Any:
     """Compute variance or standard deviation, perhaps with the mean: two all-reduces of the result."""
     local = cut.locals[0]
@@ -128,7 +128,7 @@ class Extreme(torch.autograd.Function):
         return reached * (grad / ties), None, None, None
 
 
-@joins("extreme", blocks=True)
+@combines("extreme", blocks=True)
 def extreme(cut: Cut) -> torch.Tensor:
     """Compute ``amax`` and ``amin``, and ``max`` and ``min`` of all elements."""
     if not cut.count:
@@ -137,7 +137,7 @@ def extreme(cut: Cut) -> torch.Tensor:
     return _shaped(Extreme.apply(cut.locals[0], cut.dims, cut.name in ("amax", "max"), cut.subgroup), cut)
 
 
-@joins("first_of_all", blocks=True)
+@combines("first_of_all", blocks=True)
 def first_of_all(cut: Cut) -> Any:
     """Compute ``max`` and ``min`` along a dim with the first global index, and the ``arg`` forms."""
     largest, wants_place = cut.name.endswith("max"), cut.name.startswith("arg")
@@ -177,7 +177,7 @@ def _first_best(values: torch.Tensor, indices: torch.Tensor, largest: bool) -> t
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
-@joins("norms", blocks=True, always=True)
+@combines("norms", blocks=True, always=True)
 def norms(cut: Cut) -> torch.Tensor:
     """Compute vector norms: the norm of the ranks' norms, which keeps torch's gradient at 0."""
     ord = cut.options.get("ord", cut.options.get("p", 2))

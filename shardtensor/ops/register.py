@@ -19,10 +19,10 @@ Function = Callable[..., Any]
 
 
 @overload
-def register_op(rule: str, /, joins: str = "", call: str = "") -> Callable[[Function], Function]: ...
+def register_op(rule: str, /, combine: str = "", call: str = "") -> Callable[[Function], Function]: ...
 @overload
-def register_op(func: Function, rule: str, /, joins: str = "", call: str = "") -> Function: ...
-def register_op(*args: Any, joins: str = "", call: str = "") -> Any:
+def register_op(func: Function, rule: str, /, combine: str = "", call: str = "") -> Function: ...
+def register_op(*args: Any, combine: str = "", call: str = "") -> Any:
     """Give an operation a row in the rule table, so that it works on ShardedTensors, forward and backward.
 
     Called with a function, or used as a decorator. The operation then gets the local tensors of its operands,
@@ -33,7 +33,7 @@ def register_op(*args: Any, joins: str = "", call: str = "") -> Any:
         func: of torch (``torch.special.ndtr``, a custom op ``torch.ops.my.fused``) or of your own, of plain tensors.
         rule: a letter for each dim of each operand and of the output: ``... k, n k -> ... n``.
             `shardtensor.rules.pattern` documents the notation.
-        joins: for letters that the output lacks, what reduces the ranks' results: ``k sum``.
+        combine: for letters that the output lacks, what reduces the ranks' results: ``k sum``.
         call: the arguments, if there are others than the operands: ``input, weight, eps=``.
 
     Returns:
@@ -45,7 +45,7 @@ def register_op(*args: Any, joins: str = "", call: str = "") -> Any:
 
     Example:
         >>> import torch, shardtensor as st
-        >>> @st.register_op("... k, n k -> ... n", joins="k sum")
+        >>> @st.register_op("... k, n k -> ... n", combine="k sum")
         ... def scores(x, keys):
         ...     return x @ keys.t()
         >>> keys = st.distribute(torch.ones(5, 3), "[tp balanced, -]")
@@ -53,12 +53,12 @@ def register_op(*args: Any, joins: str = "", call: str = "") -> Any:
         torch.Size([2, 5])
     """
     if len(args) == 1 and isinstance(args[0], str):
-        return lambda func: register_op(func, args[0], joins=joins, call=call)
+        return lambda func: register_op(func, args[0], combine=combine, call=call)
     func, rule = args
     name = name_of(func)
     is_own = inspect.isfunction(func) and not str(func.__module__).startswith("torch.")
     key = f"{func.__module__}.{func.__qualname__}" if is_own else name
-    row = row_of(key, rule, joins, call, "registered here")
+    row = row_of(key, rule, combine, call, "registered here")
     if row.pattern is None:
         raise RuleError(f"{name}: a rule has letters", {"rule": rule}, "write `... k, n k -> ... n`")
     _check_operands(name, func, row)

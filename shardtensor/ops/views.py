@@ -15,7 +15,7 @@ import torch
 
 from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.ops.engine import on_grid
-from shardtensor.ops.local_call import LocalCall, remembered
+from shardtensor.ops.local_call import LocalCall, cached_call
 from shardtensor.rules.rule import one_dim
 from shardtensor.rules.views import expanded, permuted, repeated, reshaped
 from shardtensor.tensor.dispatch import HANDLERS, implements, name_of, spellings
@@ -91,7 +91,7 @@ def _permuting(func: Any) -> Callable[..., Any]:
         order = order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in args[1:]))
         return local_view(func, x, permuted(x._layout, order))
 
-    return remembered(func, decide, handler)
+    return cached_call(func, decide, handler)
 
 
 for _name in "transpose swapaxes swapdims movedim moveaxis permute t adjoint".split():
@@ -158,7 +158,7 @@ def _reshaping(func: Any) -> Callable[..., Any]:
         sizes = layout.local_shape(x._group.rank)
         return local_view(lambda local, *_: local.reshape(sizes), x, layout)
 
-    return remembered(func, decide, handler)
+    return cached_call(func, decide, handler)
 
 
 for _name in "view reshape flatten unflatten ravel squeeze unsqueeze".split():

@@ -113,7 +113,7 @@ class StalenessCheck:
         self._names = [record.name for record in records]
         paths = {name[:i] for name in self._names for i, letter in enumerate(name) if letter == "."}
         self._places: list[tuple[dict[str, Any], str, Any, str]] = []
-        for path in [*self._names, *sorted(paths)]:
+        for path in [*self._names, *paths]:
             owner_name, _, name = path.rpartition(".")
             owner = module.get_submodule(owner_name)
             places: tuple[dict[str, Any], ...] = (owner._parameters, owner._modules, vars(owner))

@@ -217,15 +217,15 @@ def _rows(logits: torch.Tensor, classes: Classes) -> torch.Tensor:
 
 def _joined_top(x: torch.Tensor, wide: torch.dtype, fault: LayoutError | None, subgroup: Group) -> torch.Tensor:
     """Return each row's largest logit. On the CPU all ranks raise a fault of one, which sends an infinite maximum."""
-    is_told = x.is_cpu and x.shape[0] > 0 and not torch.compiler.is_compiling()
-    if fault is not None and not is_told:
+    is_checked = x.is_cpu and x.shape[0] > 0 and not torch.compiler.is_compiling()
+    if fault is not None and not is_checked:
         raise fault
     if fault is not None or not x.shape[1]:
         top = x.new_full((x.shape[0],), math.inf if fault is not None else -math.inf, dtype=wide)
     else:
         top = x.amax(1).to(wide)
     top = subgroup.all_reduce(top, "max")
-    if is_told and not math.isfinite(top.amax()):
+    if is_checked and not math.isfinite(top.amax()):
         agree(subgroup, "ParallelCrossEntropy", {}, fault)
     return top
 

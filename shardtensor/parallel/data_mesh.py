@@ -63,9 +63,9 @@ class DataMesh:
             whole, grid = whole.subgroup(list(whole.ranks)), None
         if grid is None:
             names = getattr(mesh, "mesh_dim_names", None) or (mesh if isinstance(mesh, str) else "dp",)
-            return cls(whole, whole, whole.twin(), None, names[-1])
+            return cls(whole, whole, whole.with_new_communicator(), None, names[-1])
         if len(grid.names) == 1:
-            return cls(whole, whole, whole.twin(), None, grid.names[0])
+            return cls(whole, whole, whole.with_new_communicator(), None, grid.names[0])
         if len(grid.names) > 2:
             raise LayoutError(
                 f"fully_shard takes a mesh of one or two axes, not {len(grid.names)}",
@@ -74,7 +74,7 @@ class DataMesh:
             )
         rep, dp = grid.names
         shard = whole.axis(dp)
-        return cls(whole, shard, shard.twin(), whole.axis(rep), dp)
+        return cls(whole, shard, shard.with_new_communicator(), whole.axis(rep), dp)
 
 
 def _named(text: str) -> Group:

@@ -172,7 +172,7 @@ def refuse_sharded(module: object, x: Any) -> None:
         )
 
 
-class Flowing:
+class ParallelLayer:
     """The base of the layers below.
 
     Attributes:
@@ -186,7 +186,7 @@ class Flowing:
     flow_of: type[nn.Module]
 
 
-class LinearFlow(Flowing):
+class LinearFlow(ParallelLayer):
     """The forward of a linear layer sharded along rows or columns: local values in, local values out."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -218,7 +218,7 @@ class ParallelLinear(LinearFlow, nn.Linear):
     """`nn.Linear` whose weight is sharded along its rows (column-parallel) or its columns (row-parallel)."""
 
 
-class ParallelEmbedding(Flowing, nn.Embedding):
+class ParallelEmbedding(ParallelLayer, nn.Embedding):
     """`nn.Embedding` whose weight is sharded along its rows (vocabulary) or columns."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -253,14 +253,14 @@ class _OwnForward:
         return y
 
 
-class ParallelLayerNorm(Flowing, nn.LayerNorm):
+class ParallelLayerNorm(ParallelLayer, nn.LayerNorm):
     """`nn.LayerNorm` of a stream that is sharded along tokens: replicated parameters, whose gradients are summed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _normed(self, input, F.layer_norm, _summed(self, "weight"), _summed(self, "bias"))
 
 
-class ParallelRMSNorm(Flowing, nn.RMSNorm):
+class ParallelRMSNorm(ParallelLayer, nn.RMSNorm):
     """`nn.RMSNorm` of a stream that is sharded along tokens."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -273,7 +273,7 @@ def _normed(module: Any, x: torch.Tensor, norm: Callable[..., torch.Tensor], *pa
     return moved(norm(moved(x, flow.enter), module.normalized_shape, *params, module.eps), flow.leave)
 
 
-class ParallelNorm(Flowing):
+class ParallelNorm(ParallelLayer):
     """A norm of a class that is not torch's: its own forward, with parameters whose gradients are summed."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -316,7 +316,7 @@ def _summed(module: Any, name: str) -> torch.Tensor | None:
     return collectives.sum_gradient(param, module.flow.sums)
 
 
-_LAYERS: dict[type[nn.Module], type[Flowing]] = {
+_LAYERS: dict[type[nn.Module], type[ParallelLayer]] = {
     nn.Linear: ParallelLinear,
     nn.Embedding: ParallelEmbedding,
     nn.LayerNorm: ParallelLayerNorm,
@@ -324,13 +324,13 @@ _LAYERS: dict[type[nn.Module], type[Flowing]] = {
 }
 
 
-def layer_class(cls: type[nn.Module]) -> type[Flowing] | None:
+def layer_class(cls: type[nn.Module]) -> type[ParallelLayer] | None:
     """Return the parallel layer for a class of torch's, for GPT-2's `Conv1D`, or a norm; None for any other.
 
     A subclass may override forward, so the class must match exactly; norms and embeddings of other classes keep their
     own forward, and that of an embedding (one that scales, for example) calls the parallel one in place of torch's.
     """
-    if cls not in _LAYERS and not issubclass(cls, Flowing):
+    if cls not in _LAYERS and not issubclass(cls, ParallelLayer):
         kind = kind_named(cls.__name__)
         base = LinearFlow if cls.__name__ == "Conv1D" else ParallelNorm if kind and kind.name == "norm" else None
         if base is not None:

@@ -74,16 +74,16 @@ def _empty_twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.Tensor._make_subclass(type(tensor), memory, tensor.requires_grad)
 
 
-def put_in_place(tensor: torch.Tensor, twin: torch.Tensor, homes: Iterable[Home]) -> torch.Tensor:
-    """Replace `tensor` by `twin` in the modules that own it; return the tensor that they hold now.
+def put_in_place(tensor: torch.Tensor, copied: torch.Tensor, homes: Iterable[Home]) -> torch.Tensor:
+    """Replace `tensor` by `copied` in the modules that own it; return the tensor that they hold now.
 
     The object stays, so names, ties and optimizers stay. One with weak references (an LSTM keeps some) cannot be
-    changed: then its modules get `twin` itself, as from ``Module.to_empty``.
+    changed: then its modules get `copied` itself, as from ``Module.to_empty``.
     """
     if not weakref.getweakrefs(tensor):
-        become(tensor, twin)
+        become(tensor, copied)
         return tensor
-    made = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+    made = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
     for owner, name in homes:
         setattr(owner, name, made)
     return made

@@ -42,7 +42,7 @@ class Placed:
 
 
 @attrs.frozen(eq=False)
-class Passing:
+class ModuleFlows:
     """How values pass one module.
 
     Attributes:
@@ -70,7 +70,7 @@ class Resolved:
     plan: Plan
     model: Model
     tensors: Mapping[str, Placed]
-    modules: Mapping[str, Passing]
+    modules: Mapping[str, ModuleFlows]
     findings: tuple[Finding, ...] = ()
 
     @property

@@ -53,19 +53,19 @@ class Pattern:
 
     Attributes:
         sides: the operands; if `listed`, one side for each operand of a list.
-        joins: for letters, how to reduce the ranks' results if they are sharded: a name of `JOINS`, or ``@function``.
+        combine: for letters, what combines the results if they are sharded: one of `REDUCTIONS`, or ``@function``.
     """
 
     text: str
     sides: tuple[Side, ...]
     output: Side
     listed: bool
-    joins: tuple[tuple[str, str], ...]
+    combine: tuple[tuple[str, str], ...]
 
     @property
     def joined(self) -> bool:
         """Whether the ranks' results are reduced by a function, or an operand is added after they are reduced."""
-        return any(side.added for side in self.sides) or any(join.startswith("@") for _, join in self.joins)
+        return any(side.added for side in self.sides) or any(how.startswith("@") for _, how in self.combine)
 
     @property
     def names_dims(self) -> bool:
@@ -87,10 +87,10 @@ class Pattern:
         """Whether a dim of the output has the size of the local result."""
         return any(term.new for term in self.output.terms)
 
-    def join_of(self, letter: str) -> str | None:
+    def combiner_of(self, letter: str) -> str | None:
         """Return the reduction of results along a sharded letter (``k``; ``k0`` of ``k...``; ``.0`` of ``...``)."""
-        joins = dict(self.joins)
-        return joins.get(letter) or joins.get(letter.rstrip("0123456789").removesuffix("."))
+        combine = dict(self.combine)
+        return combine.get(letter) or combine.get(letter.rstrip("0123456789").removesuffix("."))
 
     def bind(self, shapes: tuple[Shape | None, ...], dims: tuple[int, ...] = (), keepdim: bool = False) -> Rule | None:
         """Return the rule for operands of these shapes; None if they do not fit.
@@ -138,13 +138,13 @@ def _bind(pattern: Pattern, shapes: tuple[Shape | None, ...], dims: tuple[int, .
         return None
     output, made = binding.output(pattern, keepdim)
     lost = {letter for letters in inputs for letter in letters if letter is not None} - set(output)
-    joins = ((letter, pattern.join_of(letter) or "none") for letter in sorted(lost - binding.whole))
+    combine = ((letter, pattern.combiner_of(letter) or "none") for letter in sorted(lost - binding.whole))
     return Rule(
         inputs,
         output,
         frozenset(binding.whole),
         tuple((letter, 1) for letter in made),
-        tuple((letter, "none" if join.startswith("@") else join) for letter, join in joins if join != "sum"),
+        tuple((letter, "none" if how.startswith("@") else how) for letter, how in combine if how != "sum"),
     )
 
 
@@ -248,7 +248,7 @@ def _nth(letter: str, k: int, count: int) -> str:
 
 # -- the text of a rule ------------------------------------------------------------------------------------------------
 
-JOINS = ("sum", "avg", "max", "min", "prod", "any", "all")
+REDUCTIONS = ("sum", "avg", "max", "min", "prod", "any", "all")
 """Reductions of the ranks' results along a sharded letter; others are functions, ``@name``."""
 
 _WORD = re.compile(
@@ -258,23 +258,23 @@ _WORD = re.compile(
 
 
 @lru_cache(maxsize=4096)
-def parse_pattern(text: str, joins: str = "", file: str = "<rule>") -> Pattern:
-    """Parse a rule and its joins: the reductions of the ranks' results along letters, separated by commas.
+def parse_pattern(text: str, combine: str = "", file: str = "<rule>") -> Pattern:
+    """Parse a rule and its combiners: the reductions of the ranks' results along letters, separated by commas.
 
     Raises:
         SpecError: with a caret: a word is not a dim, no operand has a letter of the output, or a contracted letter has
-            no join.
+            no combiner.
 
     Example:
-        >>> parse_pattern("b k, n k -> b n", "k sum").joins
+        >>> parse_pattern("b k, n k -> b n", "k sum").combine
         (('k', 'sum'),)
         >>> parse_pattern("b k, n k -> b n")
         Traceback (most recent call last):
-        shardtensor.errors.SpecError: <rule>:1:3: error[E603]: `k` is in no output, and nothing joins the ranks' results
+        shardtensor.errors.SpecError: <rule>:1:3: error[E603]: `k` is in no output, and nothing combines the results
             1 | b k, n k -> b n
               |   ^
           why: a rank that holds a part of `k` has only a part of the result
-          fix: say what joins them: `k sum`, avg, max, min, prod, any, all or @function; or `!k`, which must be whole
+          fix: say how: `k sum`, avg, max, min, prod, any, all or @function; or `!k`, which must be whole
     """
     source = Source(text, file)
     left, arrow, _ = text.partition("->")
@@ -287,7 +287,7 @@ def parse_pattern(text: str, joins: str = "", file: str = "<rule>") -> Pattern:
         sides.append(_side(source, piece, at))
         at += len(piece) + 1
     output = _side(source, text[len(left) + 2 :], len(left) + 2)
-    pattern = Pattern(text, tuple(side for side, _ in sides), output[0], star is not None, _read_joins(joins, file))
+    pattern = Pattern(text, tuple(side for side, _ in sides), output[0], star is not None, _read_combine(combine, file))
     _check(source, pattern, [spans for _, spans in sides], output[1])
     return pattern
 
@@ -327,20 +327,20 @@ def _side(source: Source, text: str, offset: int) -> tuple[Side, Spans]:
     return Side(tuple(terms), added), spans
 
 
-def _read_joins(text: str, file: str) -> tuple[tuple[str, str], ...]:
+def _read_combine(text: str, file: str) -> tuple[tuple[str, str], ...]:
     found = []
     for match in re.finditer(r"[^,]+", text):
         words = match[0].split()
         start = match.start() + len(match[0]) - len(match[0].lstrip())
         span = (start, start + len(match[0].strip()))
         if len(words) != 2:
-            raise Source(text, file).error("E604", span, f"`{match[0].strip()}` is no join", fix="write `k sum`")
-        letter, join = words[0].replace("...", ""), words[1]
-        if join not in JOINS and not join.startswith("@"):
+            raise Source(text, file).error("E604", span, f"`{match[0].strip()}` combines nothing", fix="write `k sum`")
+        letter, how = words[0].replace("...", ""), words[1]
+        if how not in REDUCTIONS and not how.startswith("@"):
             raise Source(text, file).error(
-                "E604", span, f"nothing joins as `{join}`", f"there are {listed(JOINS)}", nearest(join, JOINS)
+                "E604", span, f"`{how}` is no reduction", f"there are {listed(REDUCTIONS)}", nearest(how, REDUCTIONS)
             )
-        found.append((letter, join))
+        found.append((letter, how))
     return tuple(found)
 
 
@@ -373,20 +373,20 @@ def _check(source: Source, pattern: Pattern, spans: list[Spans], out_spans: Span
         if not term.new:
             kept.add(term.letter)
     for letter, span in known.items():
-        if letter not in kept and letter not in whole and pattern.join_of(letter) is None:
+        if letter not in kept and letter not in whole and pattern.combiner_of(letter) is None:
             raise source.error(
                 "E603",
                 span,
-                f"`{letter or '...'}` is in no output, and nothing joins the ranks' results",
+                f"`{letter or '...'}` is in no output, and nothing combines the results",
                 f"a rank that holds a part of `{letter or '...'}` has only a part of the result",
-                f"say what joins them: `{letter or 'd'} sum`, {listed((*JOINS[1:], '@function'))}; "
+                f"say how: `{letter or 'd'} sum`, {listed((*REDUCTIONS[1:], '@function'))}; "
                 f"or `!{letter or '...'}`, which must be whole",
             )
-    for letter, _ in pattern.joins:
+    for letter, _ in pattern.combine:
         if letter not in known:
             raise source.error(
                 "E606",
                 (0, len(source.text)),
-                f"no operand has `{letter}`, of which a join is given",
+                f"no operand has `{letter}`, for which a combiner is given",
                 fix=nearest(letter, known),
             )

@@ -128,7 +128,7 @@ EVERY = 8
 
 
 @attrs.frozen
-class Need:
+class OperandLayout:
     """The layout that an operation needs of one operand.
 
     Attributes:
@@ -144,7 +144,7 @@ class Need:
 
 
 @attrs.frozen
-class Recipe:
+class OpSharding:
     """The layouts that an operation needs of its operands, and the layout of its result.
 
     Attributes:
@@ -152,7 +152,7 @@ class Recipe:
         reduced: `output` once reduced.
     """
 
-    needs: tuple[Need, ...]
+    needs: tuple[OperandLayout, ...]
     output: MeshLayout
     reduced: MeshLayout
 
@@ -160,7 +160,7 @@ class Recipe:
 @lru_cache(maxsize=8192)
 def propagate(
     rule: Rule, operands: tuple[Layout | Shape, ...], itemsizes: tuple[int, ...] | None = None
-) -> Recipe | None:
+) -> OpSharding | None:
     """Choose the layouts for one call: the cheapest that the rule allows.
 
     The cost is the bytes that a rank receives to redistribute the operands, and those of the all-reduce if the result
@@ -181,13 +181,13 @@ def propagate(
     base = base_of(layouts)
     choices = assignments(rule, operands, base)
     if len(choices) == 1:
-        return recipe_of(rule, operands, choices[0], base)
+        return sharding_of(rule, operands, choices[0], base)
     best, fewest = choices[0], None
     for choice in choices:
         spent = cost(rule, operands, choice, base, itemsizes, fewest)
         if fewest is None or spent < fewest:  # the first of equals
             best, fewest = choice, spent
-    return recipe_of(rule, operands, best, base)
+    return sharding_of(rule, operands, best, base)
 
 
 def cost(
@@ -255,7 +255,7 @@ def _sizes(rule: Rule, operands: Sequence[Layout | Shape]) -> dict[str, int]:
     return sizes
 
 
-def recipe_of(rule: Rule, operands: Sequence[Layout | Shape], chosen: Assignment, base: Layout) -> Recipe:
+def sharding_of(rule: Rule, operands: Sequence[Layout | Shape], chosen: Assignment, base: Layout) -> OpSharding:
     """Return the layouts of a call whose letters are cut as `chosen`, over the grid of `base`."""
     taken = {axis for cut in chosen.values() for axis in cut.axes}
     sizes = _sizes(rule, operands)
@@ -267,15 +267,15 @@ def recipe_of(rule: Rule, operands: Sequence[Layout | Shape], chosen: Assignment
         moves = isinstance(operand, Layout) and operand != layout and not operand.is_replicated
         if operand == layout:
             layout = operand  # the same object: callers compare by identity
-        needs.append(Need(layout, tuple(sorted(taken - own)), moves))
+        needs.append(OperandLayout(layout, tuple(sorted(taken - own)), moves))
     shape = tuple(1 if letter is None else sizes[letter] for letter in rule.output)
     reduced = _laid_out(rule.output, shape, chosen, base)
-    joins = dict(rule.joins)
+    combine = dict(rule.combine)
     partials = ((letter, dim) for letter, dim in chosen.items() if letter not in rule.output)
-    partial = sorted((axis, joins.get(letter, "sum")) for letter, dim in partials for axis in dim.axes)
-    partial = [(axis, join) for axis, join in partial if join != "none"]
+    partial = sorted((axis, combine.get(letter, "sum")) for letter, dim in partials for axis in dim.axes)
+    partial = [(axis, how) for axis, how in partial if how != "none"]
     output = attrs.evolve(reduced, partial=tuple(partial)) if partial else reduced
-    return Recipe(tuple(needs), output, reduced)
+    return OpSharding(tuple(needs), output, reduced)
 
 
 def _laid_out(letters: Letters, shape: Shape, chosen: Assignment, base: Layout) -> MeshLayout:
@@ -363,10 +363,10 @@ def ways_out(rule: Rule, operands: Sequence[Layout | Shape], itemsizes: tuple[in
     base = base_of([operand for operand in operands if isinstance(operand, Layout)])
     choices = assignments(rule, operands, base)
     choices.sort(key=lambda choice: cost(rule, operands, choice, base, itemsizes))  # stable
-    recipes = (recipe_of(rule, operands, choice, base) for choice in choices[:WAYS])
+    shardings = (sharding_of(rule, operands, choice, base) for choice in choices[:WAYS])
     return [
-        Way(tuple((i, need.layout) for i, need in enumerate(recipe.needs) if need.moves), recipe.output)
-        for recipe in recipes
+        Way(tuple((i, need.layout) for i, need in enumerate(sharding.needs) if need.moves), sharding.output)
+        for sharding in shardings
     ]
 
 

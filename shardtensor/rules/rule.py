@@ -31,15 +31,15 @@ class Rule:
     Attributes:
         whole: letters that must not be sharded.
         made: letters that only the output has, with their sizes (the dim of `cat`, a reduced dim under ``keepdim``).
-        joins: for letters that the output lacks, the reduction of the ranks' results if it is not a sum; "none" if each
-            rank has the full result.
+        combine: for letters that the output lacks, the reduction of the results if it is not a sum; "none" if each rank
+            has the full result.
     """
 
     inputs: tuple[Letters, ...]
     output: Letters
     whole: frozenset[str] = frozenset()
     made: tuple[tuple[str, int], ...] = ()
-    joins: tuple[tuple[str, str], ...] = ()
+    combine: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         def side(letters: Letters) -> str:

@@ -9,8 +9,8 @@ The columns, separated by ``|``:
    `shardtensor.ops`;
 4. the arguments of the call, if they are not only the operands.
 
-To add a row: write it here; if it needs a function, register that with `shardtensor.ops.by_rule.joins`; and add a call
-to `tests/rules/makers.py` to test it. `shardtensor ops` prints the table.
+To add a row: write it here; if it needs a function, register that with `shardtensor.ops.by_rule.combines`; and add a
+call to `tests/rules/makers.py` to test it. `shardtensor ops` prints the table.
 """
 
 from __future__ import annotations
@@ -249,18 +249,18 @@ class Row:
         return getattr(import_module(f"shardtensor.rules.{module}"), name)
 
 
-def row_of(names: str, rule: str, joins: str = "", call: str = "", section: str = "") -> Row:
+def row_of(names: str, rule: str, combine: str = "", call: str = "", section: str = "") -> Row:
     """Parse one row.
 
     Raises:
-        SpecError: with a caret: the rule, the joins or the call is wrong.
+        SpecError: with a caret: the rule, the combine or the call is wrong.
     """
     split = tuple(names.split())
     if rule.startswith("@"):
         return Row(split, section, None, parse_call("input"), function=rule[1:])
     if rule == "gathers":
-        return Row(split, section, None, parse_call("input"), reason=joins)
-    pattern = parse_pattern(rule, joins)
+        return Row(split, section, None, parse_call("input"), reason=combine)
+    pattern = parse_pattern(rule, combine)
     return Row(split, section, pattern, parse_call(call or _usual_call(pattern)))
 
 
@@ -277,8 +277,8 @@ def read_table(text: str) -> dict[str, Row]:
         if line.startswith("#"):
             section = line[1:].strip()
         elif line.strip():
-            names, rule, joins, call = ([cell.strip() for cell in line.split("|")] + ["", ""])[:4]
-            row = row_of(names, rule, joins, call, section)
+            names, rule, combine, call = ([cell.strip() for cell in line.split("|")] + ["", ""])[:4]
+            row = row_of(names, rule, combine, call, section)
             rows.update((name.rpartition(".")[2], row) for name in row.names)
     return rows
 

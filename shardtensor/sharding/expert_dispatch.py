@@ -143,8 +143,8 @@ class _Scaled(nn.Module):
 def _listed_twin(block: nn.Module) -> tuple[nn.Module, tuple[torch.Tensor]]:
     """Return a block like `block`, with stand-ins for experts and new values in its router; and hidden states."""
     generator = torch.Generator().manual_seed(0)
-    twin, experts = _shallow(block), block._modules["experts"]
-    gate: Any = twin._modules["gate"]
+    copied, experts = _shallow(block), block._modules["experts"]
+    gate: Any = copied._modules["gate"]
     gate.to_empty(device="cpu").float()
     for tensor in (*gate.parameters(), *gate.buffers()):
         tensor.data = torch.randn(tensor.shape, generator=generator) if tensor.is_floating_point() else tensor.data
@@ -152,36 +152,36 @@ def _listed_twin(block: nn.Module) -> tuple[nn.Module, tuple[torch.Tensor]]:
     count = len(experts)  # type: ignore[arg-type]
     stood = {name: _Scaled((i + 1) / count) for i, name in enumerate(experts._modules)}  # type: ignore[union-attr]
     is_dict = isinstance(experts, nn.ModuleDict)
-    twin._modules["experts"] = nn.ModuleDict(stood) if is_dict else nn.ModuleList(stood.values())
-    return twin, (torch.randn(2, _TOKENS // 2, width, generator=generator) * width**-0.5,)
+    copied._modules["experts"] = nn.ModuleDict(stood) if is_dict else nn.ModuleList(stood.values())
+    return copied, (torch.randn(2, _TOKENS // 2, width, generator=generator) * width**-0.5,)
 
 
 def _stacked_twin(experts: nn.Module, top_k: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return experts like `experts` with two small stacked tensors; and tokens, their experts and weights."""
     generator = torch.Generator().manual_seed(0)
     count = experts.get_parameter(_STACKS[0]).shape[0]
-    twin = _shallow(experts)
+    copied = _shallow(experts)
     for name, shape in zip(_STACKS, ((count, 2 * _HIDDEN, _WIDTH), (count, _WIDTH, _HIDDEN)), strict=True):
-        twin._parameters[name] = nn.Parameter(torch.randn(shape, generator=generator))
+        copied._parameters[name] = nn.Parameter(torch.randn(shape, generator=generator))
     config: Any = getattr(experts, "config", None)
     if hasattr(config, "_experts_implementation"):  # of transformers: the one that multiplies matrices of any size
-        vars(twin)["config"] = config = copy.copy(config)
+        vars(copied)["config"] = config = copy.copy(config)
         config._experts_implementation = "eager"
     weights, ids = torch.rand(_TOKENS, count, generator=generator).topk(min(top_k, count), -1)
-    return twin, (torch.randn(_TOKENS, _WIDTH, generator=generator), ids, weights)
+    return copied, (torch.randn(_TOKENS, _WIDTH, generator=generator), ids, weights)
 
 
 def _shallow(module: nn.Module) -> nn.Module:
     """Return a copy of a module, with copied children except experts, whose tensors can be replaced."""
-    twin = copy.copy(module)
-    vars(twin)["_parameters"] = dict(module._parameters)
-    vars(twin)["_modules"] = {n: m if n == "experts" else copy.deepcopy(m) for n, m in module._modules.items()}
-    vars(twin).pop("forward", None)
-    return twin
+    copied = copy.copy(module)
+    vars(copied)["_parameters"] = dict(module._parameters)
+    vars(copied)["_modules"] = {n: m if n == "experts" else copy.deepcopy(m) for n, m in module._modules.items()}
+    vars(copied).pop("forward", None)
+    return copied
 
 
 def _refuse_another_forward(
-    site: Site, twin: nn.Module, inputs: tuple[torch.Tensor, ...], asked: str, ways: Mapping[str, Forward]
+    site: Site, copied: nn.Module, inputs: tuple[torch.Tensor, ...], asked: str, ways: Mapping[str, Forward]
 ) -> None:
     """Raise unless a module's own forward returns the same as the requested dispatch, in training and evaluation.
 
@@ -189,17 +189,17 @@ def _refuse_another_forward(
     """
     with torch.no_grad(), torch.device("cpu"):
         for is_training in (True, False):
-            twin.train(is_training)
-            given, own, fix = ways[asked](twin, *inputs), None, _HOOK
+            copied.train(is_training)
+            given, own, fix = ways[asked](copied, *inputs), None, _HOOK
             try:
-                found = twin(*inputs)
+                found = copied(*inputs)
                 own, far = _kind(found), _difference(found, given)
                 if far is None:
                     continue
             except Exception as error:
                 own, far, found = f"{type(error).__name__}: {error}", {}, None
             for way, forward in ways.items() if found is not None else ():
-                if _difference(found, forward(twin, *inputs)) is None:
+                if _difference(found, forward(copied, *inputs)) is None:
                     fix = f"write `use {way}`"
             facts = {"module": type(site.module).__name__, "its own forward": own, "dispatch": _kind(given)}
             raise site.refused(_ANOTHER, facts | far, fix)

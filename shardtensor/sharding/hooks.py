@@ -24,7 +24,7 @@ from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.flows.modules import is_inside
 from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
-from shardtensor.sharding.settle import dim_sizes_of
+from shardtensor.sharding.module_changes import dim_sizes_of
 from shardtensor.spec.nodes import Cut, Spec
 from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap

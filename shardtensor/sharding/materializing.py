@@ -179,15 +179,15 @@ class MetaTensor:
         return f"{spec}{tuple(self.tensor.shape)} {self.tensor.dtype} on meta"
 
     def get_memory(self, device: torch.device) -> None:
-        old, twin = self.tensor, with_memory(self.tensor, device)
-        self.tensor = put_in_place(old, twin, self.homes)
+        old, copied = self.tensor, with_memory(self.tensor, device)
+        self.tensor = put_in_place(old, copied, self.homes)
         _bytes(local_of(self.tensor)).fill_(_UNSET)
 
         def undo() -> None:
             for owner, name in self.homes:
                 setattr(owner, name, old)
-            if self.tensor is old:  # the object stayed; `twin` has its old content
-                become(old, twin)
+            if self.tensor is old:  # the object stayed; `copied` has its old content
+                become(old, copied)
 
         self.undo = undo
 

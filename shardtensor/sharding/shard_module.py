@@ -19,10 +19,10 @@ from shardtensor.parallel.parameter import collecting, resharding, scatter
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding import expert_dispatch  # noqa: F401  (its hook registers itself)
+from shardtensor.sharding.job import ShardingJob, Target, count_as_before, work_of
+from shardtensor.sharding.module_changes import Binder, restore_class
 from shardtensor.sharding.plan import Sharder, ShardingPlan
-from shardtensor.sharding.settle import Binder, unsettle
 from shardtensor.sharding.stores import is_called, keep_as_before
-from shardtensor.sharding.work import Target, Work, count_as_before, work_of
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.convert import drop_weak_references, flatten_again
 from shardtensor.tensor.placing import own_device
@@ -108,8 +108,8 @@ def shard_module(
         each_count.apply()
     _hook(module, found)
     _fill_on_load(module, group)
-    if found.keeping is not None:
-        found.keeping.apply(module, group)
+    if found.fsdp_config is not None:
+        found.fsdp_config.apply(module, group)
     return module
 
 
@@ -133,7 +133,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
     wrappers: dict[int, ShardedTensor] = {}
     keep_as_before(module)
     for owner in module.modules():
-        unsettle(owner)
+        restore_class(owner)
         count_as_before(owner)
         for handle in owner.__dict__.pop(_HANDLES, ()):
             handle.remove()
@@ -204,7 +204,7 @@ def _become_all(tensors: list[Any], others: list[Any]) -> None:
         raise
 
 
-def _hook(module: nn.Module, found: Work) -> None:
+def _hook(module: nn.Module, found: ShardingJob) -> None:
     """Set the hooks of a plan; each module keeps the handles of its own."""
     hooks = [(path, resharding(spec)) for path, spec in found.rules.outputs]
     for path, hook in [*hooks, *((path, collecting) for path in found.rules.local_outputs)]:

@@ -24,7 +24,7 @@ _DATA_PARALLEL = "_sharding_data_parallel"
 
 
 @attrs.frozen(eq=False)
-class Keeping:
+class FSDPConfig:
     """Which parameters are fully sharded, and over which axes gradients are averaged.
 
     Attributes:
@@ -38,7 +38,7 @@ class Keeping:
     units: tuple[GatherUnit, ...] = ()
 
     @classmethod
-    def of(cls, module: nn.Module, resolved: Resolved) -> Keeping:
+    def of(cls, module: nn.Module, resolved: Resolved) -> FSDPConfig:
         """Return what a plan stores of a module; raise PlanError if a unit is never called."""
         axes, owners = resolved.plan.axes, _by_path(module)
         units = gather_units(resolved)[::-1]
@@ -86,7 +86,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def keep_as_before(module: nn.Module) -> None:
-    """Undo `Keeping.apply`."""
+    """Undo `FSDPConfig.apply`."""
     for owner in module.modules():
         if vars(owner).pop(_DATA_PARALLEL, False) and (reducer := reducer_of(owner)) is not None:
             reducer.remove()

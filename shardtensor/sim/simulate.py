@@ -41,9 +41,9 @@ class SimGroup(Group):
 
     device_type = "cpu"
 
-    def __init__(self, world: World, member: Member, ranks: Ranks, twin: int = 0) -> None:
+    def __init__(self, world: World, member: Member, ranks: Ranks, communicator: int = 0) -> None:
         super().__init__()
-        self._number = twin
+        self._communicator = communicator
         self.world, self.member = world, member
         self.process_group: Any = self  # `as_group` accepts it
         self.ranks = ranks
@@ -51,13 +51,13 @@ class SimGroup(Group):
         self.rank = member.rank
         self.index = ranks.index(member.rank)
         self.mesh: Mesh | None = None
-        self._twin: SimGroup | None = None
+        self._on_new_communicator: SimGroup | None = None
 
     def _post(
         self, name: str, text: str, signature: tuple[Any, ...], data: Any, combine: Any, check: Any = None
     ) -> Slot:
         call = Call(name, text, (name, *signature), data, combine, check)
-        return self.world.post(self.member, self.ranks, call, self._number)
+        return self.world.post(self.member, self.ranks, call, self._communicator)
 
     def _collect(self, *args: Any) -> Any:
         return self.world.wait(self.member, self._post(*args))
@@ -192,10 +192,10 @@ class SimGroup(Group):
             return SingleRankGroup(self.rank)
         return self if len(ranks) == self.size else SimGroup(self.world, self.member, as_ranks(ranks))
 
-    def twin(self) -> Group:
-        if self._twin is None:
-            self._twin = SimGroup(self.world, self.member, self.ranks, self._number + 1)
-        return self._twin
+    def with_new_communicator(self) -> Group:
+        if self._on_new_communicator is None:
+            self._on_new_communicator = SimGroup(self.world, self.member, self.ranks, self._communicator + 1)
+        return self._on_new_communicator
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> SimGroup:
         group = SimGroup(self.world, self.member, self.ranks)

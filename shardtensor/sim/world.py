@@ -226,10 +226,10 @@ class World:
             raise slot.fault()
         return slot.result
 
-    def post(self, member: Member, ranks: Ranks, call: Call, twin: int = 0) -> Slot:
-        """Add a rank's call to its next collective of the group of `ranks`, or of a twin of it."""
+    def post(self, member: Member, ranks: Ranks, call: Call, communicator: int = 0) -> Slot:
+        """Add a rank's call to its next collective of a group of `ranks`, on the communicator with this number."""
         self._check_running(member, call)
-        channel = self.channel(ranks, twin)
+        channel = self.channel(ranks, communicator)
         index = ranks.index(member.rank)
         slot = channel.next_slot(index)
         other = next((i for i, made in enumerate(slot.calls) if made is not None), None)
@@ -252,11 +252,11 @@ class World:
             self._check_reachable(slot)
         return slot
 
-    def channel(self, ranks: Ranks, twin: int = 0) -> Channel:
-        """Return the channel of the groups of these ranks; each twin has a channel of its own."""
-        if (ranks, twin) not in self._channels:
-            self._channels[ranks, twin] = Channel(ranks)
-        return self._channels[ranks, twin]
+    def channel(self, ranks: Ranks, communicator: int = 0) -> Channel:
+        """Return the channel of the groups of these ranks; each communicator has a channel of its own."""
+        if (ranks, communicator) not in self._channels:
+            self._channels[ranks, communicator] = Channel(ranks)
+        return self._channels[ranks, communicator]
 
     # -- faults -------------------------------------------------------------------------------------------------
 

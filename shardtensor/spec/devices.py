@@ -93,9 +93,9 @@ def with_dataclass_fields(*names: str) -> Callable[[T], T]:
 
     def decorate(kind: T) -> T:
         found = names or [attribute.name for attribute in attrs.fields(kind)]
-        twin = dataclasses.make_dataclass(kind.__name__, found, init=False, repr=False, eq=False)
-        kind.__dataclass_fields__ = twin.__dataclass_fields__  # type: ignore[attr-defined]
-        kind.__dataclass_params__ = twin.__dataclass_params__  # type: ignore[attr-defined]
+        like = dataclasses.make_dataclass(kind.__name__, found, init=False, repr=False, eq=False)
+        kind.__dataclass_fields__ = like.__dataclass_fields__  # type: ignore[attr-defined]
+        kind.__dataclass_params__ = like.__dataclass_params__  # type: ignore[attr-defined]
         return kind
 
     return decorate

@@ -14,15 +14,19 @@ from shardtensor.tensor import from_metadata as from_metadata
 from shardtensor.tensor import gradient as gradient
 from shardtensor.tensor import reshard as reshard
 from shardtensor.tensor import state as state
-from shardtensor.tensor.answers import Answers
 from shardtensor.tensor.dispatch import HANDLERS
+from shardtensor.tensor.metadata_methods import MetadataMethods
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
 def _register_unbound() -> None:
     """Register the methods and properties of `ShardedTensor` for torch's unbound forms too: ``torch.Tensor.size(x)``,
     ``torch.Tensor.grad.__get__(x)``, ``torch.numel(x)``."""
-    for name in {*vars(Answers), *vars(ShardedTensor)} - {*vars(object), "__torch_function__", "__torch_dispatch__"}:
+    for name in {*vars(MetadataMethods), *vars(ShardedTensor)} - {
+        *vars(object),
+        "__torch_function__",
+        "__torch_dispatch__",
+    }:
         theirs: Any = getattr(torch.Tensor, name, None)
         ours: Any = getattr(ShardedTensor, name)
         if theirs is not None and isinstance(ours, property):

@@ -234,10 +234,10 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 def shallow_copy(tensor: ShardedTensor) -> ShardedTensor:
     """Return another ShardedTensor over the same leaf, with the same attributes."""
-    twin = view_of(tensor, tensor._local, tensor._layout, tensor._spec)
+    copied = view_of(tensor, tensor._local, tensor._layout, tensor._spec)
     own = "_owner", "_param_group"
-    vars(twin).update((name, value) for name, value in vars(tensor).items() if name not in own)
-    return twin
+    vars(copied).update((name, value) for name, value in vars(tensor).items() if name not in own)
+    return copied
 
 
 def deep_copy(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
@@ -247,14 +247,14 @@ def deep_copy(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
         return memo[id(tensor)]
     is_param = getattr(tensor, "_is_param", False)
     local = copy_of_leaf(tensor._local, memo, with_grad=not is_param)
-    twin = wrap(local, tensor._layout, tensor._spec, tensor._group)
-    twin._placements = copy.deepcopy(tensor._placements, memo)
-    memo[id(tensor)] = twin
+    copied = wrap(local, tensor._layout, tensor._spec, tensor._group)
+    copied._placements = copy.deepcopy(tensor._placements, memo)
+    memo[id(tensor)] = copied
     if (cached := tensor._grad_wrapper) is not None and local.grad is not None:
-        twin._grad_wrapper = (local.grad, gradient_of(twin, local.grad))
-        memo[id(cached[1])] = twin._grad_wrapper[1]
-    vars(twin).update(copy.deepcopy(attributes_of(tensor), memo))
-    return twin
+        copied._grad_wrapper = (local.grad, gradient_of(copied, local.grad))
+        memo[id(cached[1])] = copied._grad_wrapper[1]
+    vars(copied).update(copy.deepcopy(attributes_of(tensor), memo))
+    return copied
 
 
 def copy_of_leaf(local: torch.Tensor, memo: dict[int, Any], *, with_grad: bool = True) -> torch.Tensor:
@@ -265,15 +265,15 @@ def copy_of_leaf(local: torch.Tensor, memo: dict[int, Any], *, with_grad: bool =
         raise RuntimeError(
             "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
         )
-    twin = local.detach().clone(memory_format=torch.preserve_format)
+    copied = local.detach().clone(memory_format=torch.preserve_format)
     if isinstance(local, torch.nn.Parameter):
-        twin = torch.nn.Parameter(twin, local.requires_grad)
+        copied = torch.nn.Parameter(copied, local.requires_grad)
     else:
-        twin.requires_grad_(local.requires_grad)
-    memo[id(local)] = twin
+        copied.requires_grad_(local.requires_grad)
+    memo[id(local)] = copied
     if with_grad and local.grad is not None:
-        twin.grad = local.grad.detach().clone(memory_format=torch.preserve_format)
-    return twin
+        copied.grad = local.grad.detach().clone(memory_format=torch.preserve_format)
+    return copied
 
 
 ShardedTensor.__copy__ = shallow_copy  # type: ignore[attr-defined]

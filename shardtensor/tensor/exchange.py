@@ -214,11 +214,11 @@ def _plan(local: torch.Tensor, step: Step, subgroup: Group, rank: int) -> Plan:
     if plan is None:
         if len(kept) >= MOST:
             kept.clear()
-        plan = kept[key] = _settle(local, step, subgroup, rank, misplaced)
+        plan = kept[key] = _planned(local, step, subgroup, rank, misplaced)
     return plan
 
 
-def _settle(local: torch.Tensor, step: Step, subgroup: Group, rank: int, misplaced: int | None) -> Plan:
+def _planned(local: torch.Tensor, step: Step, subgroup: Group, rank: int, misplaced: int | None) -> Plan:
     members = subgroup.ranks
     if step.kind == "reduce_scatter":
         kept = {peer: transfer(step.source, step.target, peer, (peer,)).keeps for peer in members}

@@ -126,10 +126,10 @@ class Shard:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
         tensor = self.tensor
-        twin = Shard.__new__(Shard)
-        twin._tensor = memo.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
-        twin._metadata, twin._owner, twin._index = copy.deepcopy(self.metadata, memo), None, 0
-        return twin
+        copied = Shard.__new__(Shard)
+        copied._tensor = memo.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        copied._metadata, copied._owner, copied._index = copy.deepcopy(self.metadata, memo), None, 0
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Shard, (self.tensor, self.metadata))

@@ -21,8 +21,8 @@ from shardtensor.spec.devices import ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor import dispatch, placing
-from shardtensor.tensor.answers import Answers
 from shardtensor.tensor.copied import Copied, version_of
+from shardtensor.tensor.metadata_methods import MetadataMethods
 from shardtensor.tensor.move import as_nothing, moved, part, reduce_local, whole
 from shardtensor.tensor.placing import bind_named
 from shardtensor.tensor.shard import Shard, ShardedTensorMetadata, TensorProperties
@@ -32,7 +32,7 @@ _refuse_data_pointer = torch._C._set_throw_on_mutable_data_ptr  # to_dlpack woul
 _no_override = torch._C.DisableTorchFunctionSubclass
 
 
-class ShardedTensor(Answers, torch.Tensor):  # type: ignore[override, misc]
+class ShardedTensor(MetadataMethods, torch.Tensor):  # type: ignore[override, misc]
     """A tensor of global `shape` whose elements a layout distributes over ranks.
 
     The factories (`zeros`, `rand`, ...), `distribute`, `init_from_local_shards`, `shard_parameter`, and operations on

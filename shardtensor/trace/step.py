@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardtensor.mesh import Ranks, axes_along
+from shardtensor.plan.estimates.estimate import Collective, TracedStep
 from shardtensor.plan.match.patterns import starred, unwrapped
-from shardtensor.plan.outlook.estimate import Collective, TracedStep
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding.shard_module import shard_module
 from shardtensor.sim.counting_group import CountingGroup

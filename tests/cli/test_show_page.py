@@ -18,7 +18,7 @@ from shardtensor.plan.flows.flow import read_flow
 from shardtensor.plan.line import Hook, Line
 from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.resolved import Passing, Placed, Resolved
+from shardtensor.plan.resolved import ModuleFlows, Placed, Resolved
 from shardtensor.spec.diagnostics import Source
 from shardtensor.spec.parse import parse_spec
 from shardtensor.spec.parts import Flat
@@ -68,7 +68,9 @@ def decoder(layers=3, mesh="dp=2, tp=2", name="model", store=True):
         unit = each.rpartition(".")[0].rpartition(".")[0] if ".layers." in each else ""
         tensors[each] = Placed(info, spec, bind(spec, shape, axes.mesh), stored, unit if store else None, line)
     flow, line = read_flow("replicate partial(tp) -> replicate"), Line("o")
-    modules = {f"{name}.layers.{i}.o": Passing({}, {"": (flow, line)}, ((Hook("hook"), line),)) for i in range(layers)}
+    modules = {
+        f"{name}.layers.{i}.o": ModuleFlows({}, {"": (flow, line)}, ((Hook("hook"), line),)) for i in range(layers)
+    }
     model = Model(tuple(placed.tensor for placed in tensors.values()))
     return Resolved(Plan(axes, world=axes.mesh.size), model, tensors, modules)
 

@@ -319,7 +319,7 @@ def test_alone_everything_is_given_back_flat():
         alone.all_reduce(x.long(), "avg")
     assert alone.broadcast(x) is x
     assert alone.exchange(b"x") == [b"x"] and alone.exchange_objects("x") == ["x"] and alone.barrier() is None
-    assert alone.twin() is alone is alone.axis("any") is alone.subgroup([3])
+    assert alone.with_new_communicator() is alone is alone.axis("any") is alone.subgroup([3])
     with pytest.raises(RuleError, match='no reduction is called "median"'):
         alone.all_reduce(x, "median")
     mesh = Mesh((("a", 1), ("b", 1)), (3,))
@@ -331,8 +331,8 @@ def test_alone_everything_is_given_back_flat():
 
 def check_twins() -> None:
     group = as_group()
-    twin = group.twin()
-    assert twin is group.twin() and twin is not group and list(twin.ranks) == list(group.ranks)
+    twin = group.with_new_communicator()
+    assert twin is group.with_new_communicator() and twin is not group and list(twin.ranks) == list(group.ranks)
     first, second = torch.ones(2), torch.full((2,), 2.0)
     started = twin.all_reduce_async(second) if group.index else group.all_reduce_async(first)
     other = group.all_reduce_async(first) if group.index else twin.all_reduce_async(second)
@@ -350,9 +350,9 @@ def test_a_twin_of_ranks_in_another_order_is_the_group_itself():
     """A new group would have them in ascending order."""
     group = object.__new__(TorchGroup)
     group.support, group.ranks, group._twin = BackendSupport.of_backends("cpu:gloo", None), (0, 2, 1), None
-    assert group.twin() is group
+    assert group.with_new_communicator() is group
     group.support, group.ranks = BackendSupport.of_backends("cpu:fake", None), (0, 1, 2)
-    assert group.twin() is group, "pretended ranks have no communicators"
+    assert group.with_new_communicator() is group, "pretended ranks have no communicators"
 
 
 def check_parts() -> None:

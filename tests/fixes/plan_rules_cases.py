@@ -11,10 +11,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fixes.case import Case
+from shardtensor.plan.estimates.search import candidates
 from shardtensor.plan.interop.dtensor import placements_from_spec, spec_from_placements
 from shardtensor.plan.loading import load_plan, read_config
 from shardtensor.plan.models.dims import model_from_dims
-from shardtensor.plan.outlook.search import candidates
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.python_rules import read_axes, read_call, read_store
 

@@ -19,10 +19,10 @@ def mixed(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor) -> torch.Tens
     return x @ keys.t() + bias
 
 
-def ruled(rule: str, joins: str = "k sum", call: str = "", func: Any = scores) -> torch.Tensor:
+def ruled(rule: str, combine: str = "k sum", call: str = "", func: Any = scores) -> torch.Tensor:
     """The function, registered by that rule, gives what it gives of plain tensors."""
     operands = [torch.ones(2, 6), torch.arange(24.0).view(4, 6), *([torch.ones(4)] if func is mixed else [])]
-    out = st.register_op(func, rule, joins=joins, call=call)(operands[0], weight(), *operands[2:])
+    out = st.register_op(func, rule, combine=combine, call=call)(operands[0], weight(), *operands[2:])
     assert torch.equal(out.full_tensor() if isinstance(out, st.ShardedTensor) else out, func(*operands))
     return out
 
@@ -54,10 +54,10 @@ CASES: dict[str, Case] = {
         lambda: ruled("... k, n k -> ... m"),
         {"write `m'` for a dim that the operation makes": lambda: ruled("... k, !n k -> ... m'")},
     ),
-    "a letter that nothing joins": Case(
+    "a letter that nothing combines": Case(
         lambda: ruled(RULE, ""),
         {
-            "say what joins them: `k sum`": lambda: [ruled(RULE, "k sum"), ruled("... !k, n !k -> ... n", "")],
+            "say how: `k sum`": lambda: [ruled(RULE, "k sum"), ruled("... !k, n !k -> ... n", "")],
         },
     ),
     "a join of a letter that is not there": Case(

@@ -78,7 +78,7 @@ class Whole(nn.Module):
         return x * 2
 
 
-class Passing(nn.Module):
+class ModuleFlows(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
@@ -299,11 +299,11 @@ CASES: dict[str, Case] = {
     "a padded value": Case(
         laid(
             {"0": {"in": "replicate -> [..., tp pad(8)]", "out": "[..., tp pad(8)] -> replicate"}},
-            lambda: nn.Sequential(Passing()),
+            lambda: nn.Sequential(ModuleFlows()),
         ),
         {
             "let the value pass as it is": laid(
-                {"0": {"in": "replicate", "out": "replicate"}}, lambda: nn.Sequential(Passing())
+                {"0": {"in": "replicate", "out": "replicate"}}, lambda: nn.Sequential(ModuleFlows())
             )
         },
     ),

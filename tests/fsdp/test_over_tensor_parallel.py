@@ -243,6 +243,7 @@ def refused(plan, axis, text, make=mlp):
         ({"0.weight": "[tp, -]"}, "tp", "`0.weight` is cut over the data axis tp already"),
         ({"0.weight": "flat(tp)"}, "dp", "cannot be cut further"),
         ({"0.weight": 'chunk(0, ["rank:0/cpu", "rank:1/cpu"])'}, "dp", "not sharded over all of its mesh"),
+        ({"0.weight": 'chunk(0, ["rank:0-3/cpu"])'}, "dp", "not sharded over all of its mesh"),
     ],
 )
 def test_what_cannot_be_cut_further_is_told(world, plan, axis, text):

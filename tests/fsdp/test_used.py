@@ -252,8 +252,8 @@ def told(steps, at, whole_units=False):
 TEXT = """\
 in the last backward ranks used different parameters, and fully_shard takes them to use the same
   used only  branches.1.weight on rank 0; branches.3.weight on rank 1
-  either     fully_shard(..., find_unused=True): ranks settle in each backward which parameters any of them used, and \
-those that did not use one add zeros
+  either     fully_shard(..., find_unused=True): ranks exchange in each backward which parameters they used, and those \
+that did not use one add zeros
   or         let every rank use every parameter, or none"""
 
 

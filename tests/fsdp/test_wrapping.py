@@ -278,3 +278,17 @@ def test_two_axes_are_named_in_any_usual_way(mesh):
             st.fully_shard(nn.Linear(4, 6), mesh="rep*xx")
 
     st.simulate("rep=2, dp=2", body)
+
+
+def test_a_policy_leaves_modules_that_are_sharded_already() -> None:
+    def body() -> None:
+        dense = net()
+        model = copy.deepcopy(dense)
+        fully_shard(model.blocks[1])
+        before = fully_shard.state(model.blocks[1])
+        fully_shard(model, policy=lambda module: module in list(model.blocks))
+        assert fully_shard.state(model.blocks[1]) is before
+        assert all(isinstance(block, FSDPModule) for block in model.blocks)
+        backward(dense, model)
+
+    st.simulate(2, body)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtensor as st
+from shardtensor.fsdp.autograd import Versions
 
 
 def _steps(cls: Any, **options: Any) -> Callable[[nn.Module], None]:
@@ -190,3 +191,15 @@ def test_one_unit_written_in_its_own_backward() -> None:
 
     for world in (1, 2, 4):
         st.simulate(world, body)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+def test_a_saved_tensor_may_be_a_parameter_or_its_transpose(sizes: tuple[int, int]) -> None:
+    class State:
+        versions: Any = None
+        title = "a module"
+
+    for part in (torch.ones(2, 3), torch.ones(3, 2)):
+        versions = Versions(State(), [part])
+        assert versions.has_one_of(sizes)
+        assert not versions.has_one_of((2, 2)) and not versions.has_one_of((2, 3, 1))

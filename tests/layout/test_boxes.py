@@ -346,3 +346,11 @@ def test_one_other_size_among_many_is_seen():
     sizes = [2] * 6000
     sizes[9] = 3
     assert not listed(tuple(sizes)).is_even
+
+
+def test_empty_shards_of_several_ranks_are_no_grid():
+    for ranks in ((0, 1, 2), (1, 2, 0)):
+        sizes = dict(zip(ranks, ([4, 4], [0, 4], [0, 4]), strict=True))
+        shards = [ShardMetadata([4 - size[0], 0], size, f"rank:{rank}/cpu") for rank, size in sizes.items()]
+        layout = bind(EnumerableShardingSpec(shards), (4, 4), Mesh((("x", 3),)))
+        assert {rank: list(layout.local_shape(rank)) for rank in range(3)} == sizes

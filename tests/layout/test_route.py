@@ -201,3 +201,14 @@ def test_another_shape_is_refused() -> None:
     with pytest.raises(LayoutError) as error:
         route(bind(parse_spec("[x, -]"), (2, 4), mesh), bind(parse_spec("[x, -]"), (4, 2), mesh))
     assert str(error.value).splitlines()[0] == "a reshard keeps the shape of a tensor"
+
+
+def test_a_step_without_axes_is_of_all_ranks_that_hold_a_part():
+    mesh = Mesh((("x", 4),))
+    there, here = (
+        parse_spec(f'chunk(dim=0, placements=["rank:{a}/cpu", "rank:{b}/cpu"])') for a, b in ((3, 1), (1, 2))
+    )
+    steps = route(bind(there, (4, 4), mesh), bind(here, (4, 4), mesh))
+    assert [step.axes for step in steps] == [None] * len(steps) and steps
+    for step in steps:
+        assert list(step.members(1)) == [1, 2, 3] and step.group_size == 3 and step.where == "3 ranks"

@@ -33,7 +33,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def own() -> None:
-    registered = register_op("... k, n k -> ... n", joins="k sum")(scores)
+    registered = register_op("... k, n k -> ... n", combine="k sum")(scores)
     x, w = torch.arange(20.0, device=device()).view(5, 4), torch.arange(12.0, device=device()).view(3, 4) - 5
     dense = w.clone().requires_grad_()
     scores(x, dense, 2.0).sum().backward()
@@ -80,7 +80,7 @@ def test_it_gives_the_dense_result(world, size, body):
 
 WRONG = {
     "a letter that no operand has": (
-        lambda: register_op(scores, "b k, n k -> b m", joins="k sum"),
+        lambda: register_op(scores, "b k, n k -> b m", combine="k sum"),
         "<rule>:1:15: error[E606]: no operand has `m`\n"
         "    1 | b k, n k -> b m\n"
         "      |               ^\n"
@@ -88,14 +88,14 @@ WRONG = {
     ),
     "no join": (
         lambda: register_op(scores, "b k, n k -> b n"),
-        "<rule>:1:3: error[E603]: `k` is in no output, and nothing joins the ranks' results\n"
+        "<rule>:1:3: error[E603]: `k` is in no output, and nothing combines the results\n"
         "    1 | b k, n k -> b n\n"
         "      |   ^\n"
         "  why: a rank that holds a part of `k` has only a part of the result\n"
-        "  fix: say what joins them: `k sum`, avg, max, min, prod, any, all or @function; or `!k`, which must be whole",
+        "  fix: say how: `k sum`, avg, max, min, prod, any, all or @function; or `!k`, which must be whole",
     ),
     "no word": (
-        lambda: register_op(scores, "b k, n 1k -> b n", joins="k sum"),
+        lambda: register_op(scores, "b k, n 1k -> b n", combine="k sum"),
         "<rule>:1:8: error[E602]: `1k` is no dim\n"
         "    1 | b k, n 1k -> b n\n"
         "      |        ^^\n"
@@ -108,12 +108,12 @@ WRONG = {
         "      | ^^^^^^^^",
     ),
     "a letter twice": (
-        lambda: register_op(scores, "k k, n -> n", joins="k sum"),
+        lambda: register_op(scores, "k k, n -> n", combine="k sum"),
         "<rule>:1:3: error[E605]: `k` stands twice in one operand\n    1 | k k, n -> n\n      |   ^",
     ),
     "no such join": (
-        lambda: register_op(scores, "b k, n k -> b n", joins="k smu"),
-        "<rule>:1:1: error[E604]: nothing joins as `smu`\n"
+        lambda: register_op(scores, "b k, n k -> b n", combine="k smu"),
+        "<rule>:1:1: error[E604]: `smu` is no reduction\n"
         "    1 | k smu\n"
         "      | ^^^^^\n"
         "  why: there are sum, avg, max, min, prod, any or all\n"
@@ -127,7 +127,7 @@ WRONG = {
         "  fix       write one side for each tensor, apart by commas",
     ),
     "a call of other operands": (
-        lambda: register_op(scores, "b k, n k -> b n", joins="k sum", call="x, keys, scale"),
+        lambda: register_op(scores, "b k, n k -> b n", combine="k sum", call="x, keys, scale"),
         "scores: the rule has 2 operands, the call names 3\n"
         "  rule  b k, n k -> b n\n"
         "  call  x, keys, scale\n"

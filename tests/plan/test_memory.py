@@ -15,9 +15,9 @@ from torch import nn
 import shardtensor as st
 from shardtensor.errors import PlanError
 from shardtensor.fsdp import fully_shard
+from shardtensor.plan.estimates.memory import OPTIMIZERS, RankBytes, plan_bytes, rank_bytes
 from shardtensor.plan.match.units import gather_units
 from shardtensor.plan.models.model import Model, TensorInfo
-from shardtensor.plan.outlook.memory import OPTIMIZERS, RankBytes, plan_bytes, rank_bytes
 
 SPECS = (
     "replicate", "[tp balanced, -]", "[tp pad(4), -]", "[tp sizes(1, 5, 2), -]", "[-, dp balanced]",

@@ -10,11 +10,11 @@ from configs import LLAMA_8B, SMALL, SMALL_MIXTRAL
 
 from shardtensor.cost.profile import read_profile
 from shardtensor.errors import PlanError, SpecError
+from shardtensor.plan.estimates.estimate import Batch, Collective, TracedStep, data_ranks, step_seconds
+from shardtensor.plan.estimates.memory import plan_bytes
+from shardtensor.plan.estimates.search import candidates, readable_plan, search
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import model_from_dims
-from shardtensor.plan.outlook.estimate import Batch, Collective, TracedStep, data_ranks, step_seconds
-from shardtensor.plan.outlook.memory import plan_bytes
-from shardtensor.plan.outlook.search import candidates, readable_plan, search
 from shardtensor.plan.text.reading import read_plan
 
 H100 = read_profile("h100")

@@ -13,7 +13,7 @@ from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import DimCut, Layout, MeshLayout, replicated
 from shardtensor.layout.pieces import chunked, listed
 from shardtensor.mesh import Mesh
-from shardtensor.rules.propagate import MOST, assignments, base_of, cost, propagate, received, recipe_of
+from shardtensor.rules.propagate import MOST, assignments, base_of, cost, propagate, received, sharding_of
 from shardtensor.rules.rule import Rule
 from shardtensor.spec.parse import parse_spec
 
@@ -58,15 +58,15 @@ def test_every_way_is_weighed_and_the_cheapest_is_taken():
         for itemsizes in ((4,) * len(operands), (8, 2, 1)[: len(operands)]):
             spent = [cost(rule, operands, way, base, itemsizes) for way in weighed]
             for way, bytes_ in zip(weighed, spent, strict=True):
-                recipe = recipe_of(rule, operands, way, base)
+                sharding = sharding_of(rule, operands, way, base)
                 moved = sum(
                     itemsize * received(operand, need.layout)
-                    for operand, need, itemsize in zip(operands, recipe.needs, itemsizes, strict=True)
+                    for operand, need, itemsize in zip(operands, sharding.needs, itemsizes, strict=True)
                     if isinstance(operand, Layout)
                 )
-                assert moved + reduced(recipe, itemsizes) == bytes_, (str(rule), operands)
+                assert moved + reduced(sharding, itemsizes) == bytes_, (str(rule), operands)
             first = weighed[spent.index(min(spent))]
-            assert propagate(rule, operands, itemsizes) == recipe_of(rule, operands, first, base)
+            assert propagate(rule, operands, itemsizes) == sharding_of(rule, operands, first, base)
 
 
 def test_the_grid_is_that_of_the_most_ranks_then_of_what_is_cut_then_of_the_largest():

@@ -172,7 +172,7 @@ def test_reading_by_tensors_obeys_its_rule(shape, at, shapes):
     x, indices = numbers(shape, 1), ids(shape, at, shapes)
     broad = torch.broadcast_shapes(*shapes)
     rule = reading(shape, at, shapes, tuple(broad))
-    assert rule.whole == frozenset() and rule.joins == ()
+    assert rule.whole == frozenset() and rule.combine == ()
     assert [letter for dim, letter in enumerate(rule.inputs[0]) if letter not in rule.output] == [
         rule.inputs[0][dim] for dim in at
     ]

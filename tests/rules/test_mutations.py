@@ -13,14 +13,14 @@ from shardtensor.rules.pattern import parse_pattern
 from shardtensor.rules.table import ROWS, Row
 
 
-def rule(text: str, joins: str = ""):
+def rule(text: str, combine: str = ""):
     """The row with another rule."""
-    return lambda row: attrs.evolve(row, pattern=parse_pattern(text, joins))
+    return lambda row: attrs.evolve(row, pattern=parse_pattern(text, combine))
 
 
 def unjoined(row: Row) -> Row:
-    """The row with nothing that joins the ranks' results."""
-    return attrs.evolve(row, pattern=attrs.evolve(row.pattern, joins=()))
+    """The row with nothing that combines the ranks' results."""
+    return attrs.evolve(row, pattern=attrs.evolve(row.pattern, combine=()))
 
 
 MUTATIONS = {

@@ -44,9 +44,9 @@ BOUND = [
 ]
 
 
-@pytest.mark.parametrize(("text", "joins", "shapes", "dims", "letters"), BOUND)
-def test_words_stand_for_letters(text, joins, shapes, dims, letters):
-    rule = parse_pattern(text, joins).bind(shapes, dims)
+@pytest.mark.parametrize(("text", "combine", "shapes", "dims", "letters"), BOUND)
+def test_words_stand_for_letters(text, combine, shapes, dims, letters):
+    rule = parse_pattern(text, combine).bind(shapes, dims)
     assert (None if rule is None else str(rule)) == letters
 
 
@@ -57,9 +57,9 @@ def test_a_kept_dim_is_of_size_one():
 
 
 def test_a_rule_carries_what_joins_when_it_is_not_a_sum():
-    assert parse_pattern("b k -> b", "k sum").bind(((2, 3),)).joins == ()
-    assert parse_pattern("b k -> b", "k max").bind(((2, 3),)).joins == (("k", "max"),)
-    assert parse_pattern("b k -> b", "k @own").bind(((2, 3),)).joins == (("k", "none"),)
+    assert parse_pattern("b k -> b", "k sum").bind(((2, 3),)).combine == ()
+    assert parse_pattern("b k -> b", "k max").bind(((2, 3),)).combine == (("k", "max"),)
+    assert parse_pattern("b k -> b", "k @own").bind(((2, 3),)).combine == (("k", "none"),)
 
 
 def test_rules_are_the_same_object_for_the_same_shapes():
@@ -68,14 +68,14 @@ def test_rules_are_the_same_object_for_the_same_shapes():
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.names[0])
 def test_a_row_is_complete(row):
-    """What it names is there: torch functions, a handler of each, the functions of joins and of layouts."""
+    """What it names is there: torch functions, a handler of each, the functions that combine and of layouts."""
     kinds = (row.pattern is not None, bool(row.function), bool(row.reason))
     assert sum(kinds) == 1
     if row.function:
         assert callable(row.compute)
-    for letter, join in row.pattern.joins if row.pattern else ():
+    for letter, combiner in row.pattern.combine if row.pattern else ():
         assert letter == "" or letter.isidentifier()
-        assert not join.startswith("@") or join[1:] in by_rule.JOINS, f"no function joins as {join}"
+        assert not combiner.startswith("@") or combiner[1:] in by_rule.COMBINERS, f"no function combines as {combiner}"
     for name in row.names:
         assert ROWS[name.rpartition(".")[2]] is row, f"{name} has two rows"
         for func in resolve(name):

@@ -1,4 +1,4 @@
-"""A recipe makes local computations add up to the dense one, forward and backward; checked rank by rank on integers."""
+"""Local computations add up to the dense one, forward and backward; checked rank by rank on integers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import DimCut, Layout, ListedLayout, MeshLayout
 from shardtensor.layout.pieces import chunked
 from shardtensor.mesh import Mesh
-from shardtensor.rules.propagate import EVERY, Recipe, follow, propagate, received
-from shardtensor.rules.propagate import recipe_of as recipe_for
+from shardtensor.rules.propagate import EVERY, OpSharding, follow, propagate, received
+from shardtensor.rules.propagate import sharding_of as recipe_for
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import rule_of
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
@@ -63,9 +63,9 @@ def product(rule: Rule, operands: list[torch.Tensor]) -> torch.Tensor:
 
 
 def check(rule: Rule, operands: tuple[Layout | tuple[int, ...], ...]) -> None:
-    recipe = propagate(rule, operands)
-    assert recipe is not None
-    _check_letters(rule, [need.layout for need in recipe.needs] + [recipe.output])
+    sharding = propagate(rule, operands)
+    assert sharding is not None
+    _check_letters(rule, [need.layout for need in sharding.needs] + [sharding.output])
     generator = torch.Generator().manual_seed(0)
     shapes = [x.shape if isinstance(x, Layout) else x for x in operands]
     dense = [torch.randint(-4, 5, shape, generator=generator).double().requires_grad_() for shape in shapes]
@@ -74,21 +74,21 @@ def check(rule: Rule, operands: tuple[Layout | tuple[int, ...], ...]) -> None:
     (expected * weight).sum().backward()
     locals_, results = {}, {}
     for rank in MESH.ranks:
-        for x, need in zip(operands, recipe.needs, strict=True):
+        for x, need in zip(operands, sharding.needs, strict=True):
             assert need.moves == (isinstance(x, Layout) and x != need.layout and not x.is_replicated)
         locals_[rank] = [
-            part(x.detach(), need.layout, rank).requires_grad_() for x, need in zip(dense, recipe.needs, strict=True)
+            part(x.detach(), need.layout, rank).requires_grad_() for x, need in zip(dense, sharding.needs, strict=True)
         ]
         results[rank] = product(rule, locals_[rank])
-        assert tuple(results[rank].shape) == recipe.output.local_shape(rank)
+        assert tuple(results[rank].shape) == sharding.output.local_shape(rank)
         if results[rank].requires_grad:
-            results[rank].backward(part(weight, recipe.reduced, rank))
-    summed = [axis for axis, _ in recipe.output.partial]
-    assert recipe.output.reduced() == recipe.reduced
+            results[rank].backward(part(weight, sharding.reduced, rank))
+    summed = [axis for axis, _ in sharding.output.partial]
+    assert sharding.output.reduced() == sharding.reduced
     for rank in MESH.ranks:
         total = sum(results[other].detach() for other in MESH.ranks_along(rank, summed))
-        assert torch.equal(total, part(expected.detach(), recipe.reduced, rank))
-        for i, need in enumerate(recipe.needs):
+        assert torch.equal(total, part(expected.detach(), sharding.reduced, rank))
+        for i, need in enumerate(sharding.needs):
             grads = [locals_[other][i].grad for other in MESH.ranks_along(rank, need.grad_partial_axes)]
             assert torch.equal(sum(grads), part(dense[i].grad, need.layout, rank))
 
@@ -156,91 +156,91 @@ def cut(shape: tuple[int, ...], *dims: str | tuple[str, ...] | None) -> Layout:
     return bind(Spec(*(None if dim is None else Cut(dim, balanced=True) for dim in dims)), shape, MESH)
 
 
-def recipe_of(rule: str, *operands: Layout | tuple[int, ...]):
-    recipe = propagate(parse_rule(rule), operands)
-    assert recipe is not None
+def sharding_of(rule: str, *operands: Layout | tuple[int, ...]):
+    sharding = propagate(parse_rule(rule), operands)
+    assert sharding is not None
     check(parse_rule(rule), operands)
-    return recipe
+    return sharding
 
 
 def test_a_column_parallel_linear_moves_nothing():
-    recipe = recipe_of("b k, n k -> b n", (5, 4), cut((6, 4), "tp", None))
-    assert [need.moves for need in recipe.needs] == [False, False]
-    assert [need.grad_partial_axes for need in recipe.needs] == [(1,), ()]
-    assert recipe.output == cut((5, 6), None, "tp")
+    sharding = sharding_of("b k, n k -> b n", (5, 4), cut((6, 4), "tp", None))
+    assert [need.moves for need in sharding.needs] == [False, False]
+    assert [need.grad_partial_axes for need in sharding.needs] == [(1,), ()]
+    assert sharding.output == cut((5, 6), None, "tp")
 
 
 def test_a_row_parallel_linear_leaves_a_sum():
-    recipe = recipe_of("b k, n k -> b n", cut((5, 6), None, "tp"), cut((4, 6), None, "tp"))
-    assert not any(need.moves for need in recipe.needs)
-    assert recipe.output.partial == ((1, "sum"),)
-    assert recipe.reduced.is_replicated
+    sharding = sharding_of("b k, n k -> b n", cut((5, 6), None, "tp"), cut((4, 6), None, "tp"))
+    assert not any(need.moves for need in sharding.needs)
+    assert sharding.output.partial == ((1, "sum"),)
+    assert sharding.reduced.is_replicated
 
 
 def test_an_axis_on_two_letters_stays_with_the_larger_operand():
     large, small = cut((9, 6), "tp", None), cut((4, 6), None, "tp")
-    recipe = recipe_of("b k, n k -> b n", large, small)
-    assert [need.moves for need in recipe.needs] == [False, True]
-    assert recipe.needs[1].layout.cut_dims == ()
-    assert recipe.output == cut((9, 4), "tp", None)
-    recipe = recipe_of("b k, n k -> b n", cut((2, 6), "tp", None), cut((4, 6), None, "tp"))
-    assert [need.moves for need in recipe.needs] == [True, False]
-    assert recipe.output.partial == ((1, "sum"),)
+    sharding = sharding_of("b k, n k -> b n", large, small)
+    assert [need.moves for need in sharding.needs] == [False, True]
+    assert sharding.needs[1].layout.cut_dims == ()
+    assert sharding.output == cut((9, 4), "tp", None)
+    sharding = sharding_of("b k, n k -> b n", cut((2, 6), "tp", None), cut((4, 6), None, "tp"))
+    assert [need.moves for need in sharding.needs] == [True, False]
+    assert sharding.output.partial == ((1, "sum"),)
 
 
 def test_one_letter_cut_in_two_ways_follows_the_larger_operand():
-    recipe = recipe_of("b k, k n -> b n", cut((5, 6), None, "tp"), cut((6, 4), "dp", None))
-    assert [need.moves for need in recipe.needs] == [False, True]
-    assert recipe.needs[1].layout == cut((6, 4), "tp", None)
+    sharding = sharding_of("b k, k n -> b n", cut((5, 6), None, "tp"), cut((6, 4), "dp", None))
+    assert [need.moves for need in sharding.needs] == [False, True]
+    assert sharding.needs[1].layout == cut((6, 4), "tp", None)
 
 
 def test_two_axes_on_two_letters_both_stay():
-    recipe = recipe_of("b k, n k -> b n", cut((5, 4), "dp", None), cut((6, 4), "tp", None))
-    assert not any(need.moves for need in recipe.needs)
-    assert recipe.output == cut((5, 6), "dp", "tp")
-    assert [need.grad_partial_axes for need in recipe.needs] == [(1,), (0,)]
+    sharding = sharding_of("b k, n k -> b n", cut((5, 4), "dp", None), cut((6, 4), "tp", None))
+    assert not any(need.moves for need in sharding.needs)
+    assert sharding.output == cut((5, 6), "dp", "tp")
+    assert [need.grad_partial_axes for need in sharding.needs] == [(1,), (0,)]
 
 
 def test_a_whole_letter_hands_its_axis_to_one_that_stays():
-    recipe = recipe_of("b !k -> b !k", cut((12, 6), None, "tp"))
-    assert recipe.output == cut((12, 6), "tp", None)
-    recipe = recipe_of("b !k -> b !k", cut((12, 6), "dp", "tp"))
-    assert recipe.output == cut((12, 6), ("dp", "tp"), None)
+    sharding = sharding_of("b !k -> b !k", cut((12, 6), None, "tp"))
+    assert sharding.output == cut((12, 6), "tp", None)
+    sharding = sharding_of("b !k -> b !k", cut((12, 6), "dp", "tp"))
+    assert sharding.output == cut((12, 6), ("dp", "tp"), None)
 
 
 def test_a_whole_letter_is_gathered_where_no_other_is_free():
-    recipe = recipe_of("!k -> !k", cut((6,), "tp"))
-    assert recipe.needs[0].moves
-    assert recipe.output.is_replicated
-    recipe = recipe_of("b !k -> ", cut((6, 6), None, "tp"))
-    assert recipe.output.is_replicated, "a reduction where there was none"
+    sharding = sharding_of("!k -> !k", cut((6,), "tp"))
+    assert sharding.needs[0].moves
+    assert sharding.output.is_replicated
+    sharding = sharding_of("b !k -> ", cut((6, 6), None, "tp"))
+    assert sharding.output.is_replicated, "a reduction where there was none"
 
 
 def test_the_cheaper_operand_moves():
     rule = "b k, n k -> b n"
-    recipe = recipe_of(rule, cut((3, 4), "tp", None), cut((9, 4), "tp", None))
-    assert [need.moves for need in recipe.needs] == [True, False]
-    recipe = recipe_of(rule, cut((9, 4), "tp", None), cut((3, 4), "tp", None))
-    assert [need.moves for need in recipe.needs] == [False, True]
+    sharding = sharding_of(rule, cut((3, 4), "tp", None), cut((9, 4), "tp", None))
+    assert [need.moves for need in sharding.needs] == [True, False]
+    sharding = sharding_of(rule, cut((9, 4), "tp", None), cut((3, 4), "tp", None))
+    assert [need.moves for need in sharding.needs] == [False, True]
     small, large = cut((9, 4), "tp", None), cut((9, 4), "tp", None)
     assert propagate(parse_rule(rule), (small, large), (1, 8)).needs[0].moves
     assert propagate(parse_rule(rule), (small, large), (8, 1)).needs[1].moves
 
 
 def test_what_operands_agree_on_stays_whatever_the_reduction_costs():
-    recipe = recipe_of("b k, n k -> b n", cut((50, 3), None, "tp"), (40, 3))
-    assert not any(need.moves for need in recipe.needs)
-    assert recipe.output.partial == ((1, "sum"),)
+    sharding = sharding_of("b k, n k -> b n", cut((50, 3), None, "tp"), (40, 3))
+    assert not any(need.moves for need in sharding.needs)
+    assert sharding.output.partial == ((1, "sum"),)
 
 
 def test_a_row_parallel_linear_meets_rows_by_the_cheaper_way():
     rule = "b k, n k -> b n"
-    recipe = recipe_of(rule, cut((30, 6), None, "tp"), cut((6, 6), "tp", None))
-    assert recipe.output == cut((30, 6), None, "tp"), "k cut would leave a sum of 30 x 6 to reduce"
-    recipe = recipe_of(rule, cut((1, 60), None, "tp"), cut((6, 60), "tp", None))
-    assert recipe.output == cut((1, 6), None, "tp"), "to gather one row is less than to lay out six anew"
-    recipe = recipe_of(rule, cut((2, 900), None, "tp"), cut((3, 900), "tp", None))
-    assert recipe.output.partial == ((1, "sum"),), "six sums are less than a gathered input"
+    sharding = sharding_of(rule, cut((30, 6), None, "tp"), cut((6, 6), "tp", None))
+    assert sharding.output == cut((30, 6), None, "tp"), "k cut would leave a sum of 30 x 6 to reduce"
+    sharding = sharding_of(rule, cut((1, 60), None, "tp"), cut((6, 60), "tp", None))
+    assert sharding.output == cut((1, 6), None, "tp"), "to gather one row is less than to lay out six anew"
+    sharding = sharding_of(rule, cut((2, 900), None, "tp"), cut((3, 900), "tp", None))
+    assert sharding.output.partial == ((1, "sum"),), "six sums are less than a gathered input"
 
 
 def test_a_dim_that_broadcasts_is_a_copy():
@@ -252,9 +252,9 @@ def test_a_dim_that_broadcasts_is_a_copy():
 
 def test_operands_on_another_grid_move():
     other = bind(ChunkShardingSpec(0, ["rank:0-1/cpu"]), (5, 4), MESH)
-    recipe = propagate(parse_rule("b k, b k -> b k"), (cut((5, 4), "tp", None), other))
-    assert [need.moves for need in recipe.needs] == [False, True]
-    assert recipe.needs[1].layout == recipe.needs[0].layout
+    sharding = propagate(parse_rule("b k, b k -> b k"), (cut((5, 4), "tp", None), other))
+    assert [need.moves for need in sharding.needs] == [False, True]
+    assert sharding.needs[1].layout == sharding.needs[0].layout
 
 
 def test_boxes_written_out_come_to_a_grid():
@@ -265,15 +265,15 @@ def test_boxes_written_out_come_to_a_grid():
     check(rule, (listed, flat))
     check(rule, (flat, (6, 4)))
     assert propagate(rule, (flat, (6, 4))).output == cut((6, 4), "dp", None)
-    recipe = propagate(rule, (listed, cut((6, 4), "tp", None)))
-    assert [need.moves for need in recipe.needs] == [True, False]
+    sharding = propagate(rule, (listed, cut((6, 4), "tp", None)))
+    assert [need.moves for need in sharding.needs] == [True, False]
     assert propagate(rule, ((6, 4), (6, 4))) is None
 
 
 def test_a_copy_on_more_ranks_brings_an_operand_of_fewer_to_them():
     few = bind(ChunkShardingSpec(0, ["rank:0-1/cpu"]), (6, 4), MESH)
-    recipe = propagate(parse_rule("b k, b k -> b k"), (few, bind(Replicate(), (6, 4), MESH)))
-    assert recipe.output == cut((6, 4), ("dp", "tp"), None)
+    sharding = propagate(parse_rule("b k, b k -> b k"), (few, bind(Replicate(), (6, 4), MESH)))
+    assert sharding.output == cut((6, 4), ("dp", "tp"), None)
 
 
 # -- it is the cheapest ----------------------------------------------------------------------------------------------
@@ -287,21 +287,21 @@ def elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
     }
 
 
-def moved(recipe: Recipe, operands: tuple[Layout | tuple[int, ...], ...], itemsizes: tuple[int, ...]) -> int:
+def moved(sharding: OpSharding, operands: tuple[Layout | tuple[int, ...], ...], itemsizes: tuple[int, ...]) -> int:
     """The bytes of a call by counting: what each rank lacks, operand by operand, and a ring's share of a reduction."""
     total = 0
-    for need, operand, itemsize in zip(recipe.needs, operands, itemsizes, strict=True):
+    for need, operand, itemsize in zip(sharding.needs, operands, itemsizes, strict=True):
         if isinstance(operand, Layout):
             lacking = (len(elements(need.layout, rank) - elements(operand, rank)) for rank in MESH.ranks)
             total += itemsize * max(lacking)
-    return total + reduced(recipe, itemsizes)
+    return total + reduced(sharding, itemsizes)
 
 
-def reduced(recipe: Recipe, itemsizes: tuple[int, ...]) -> int:
+def reduced(sharding: OpSharding, itemsizes: tuple[int, ...]) -> int:
     """A ring's share of the reduction of a result."""
-    count = math.prod(MESH.sizes[axis] for axis, _ in recipe.output.partial)
-    cuts = [1 if cut is None else cut.pieces.count for cut in recipe.output.dims]
-    part = math.prod(-(-size // pieces) for size, pieces in zip(recipe.output.shape, cuts, strict=True))
+    count = math.prod(MESH.sizes[axis] for axis, _ in sharding.output.partial)
+    cuts = [1 if cut is None else cut.pieces.count for cut in sharding.output.dims]
+    part = math.prod(-(-size // pieces) for size, pieces in zip(sharding.output.shape, cuts, strict=True))
     return max(itemsizes) * (2 * (count - 1) * part // count)
 
 
@@ -344,11 +344,11 @@ def every_choice(rule: Rule, operands: tuple[Layout | tuple[int, ...], ...]) -> 
 def test_no_choice_moves_fewer_bytes(call, sizes):
     rule, operands = call
     itemsizes = tuple(sizes[: len(operands)])
-    recipe = propagate(rule, operands, itemsizes)
+    sharding = propagate(rule, operands, itemsizes)
     base = next(x for x in operands if isinstance(x, Layout))
-    spent = moved(recipe, operands, itemsizes)
+    spent = moved(sharding, operands, itemsizes)
     others = [recipe_for(rule, operands, choice, base) for choice in every_choice(rule, operands)]
-    assert recipe in others
+    assert sharding in others
     assert spent == min(moved(other, operands, itemsizes) for other in others)
 
 
@@ -356,12 +356,12 @@ def test_no_choice_moves_fewer_bytes(call, sizes):
 @given(calls())
 def test_an_operand_that_is_the_only_one_with_a_layout_moves_only_where_a_letter_is_whole(call):
     rule, operands = call
-    recipe = propagate(rule, operands)
+    sharding = propagate(rule, operands)
     split = [i for i, x in enumerate(operands) if isinstance(x, Layout) and not x.is_replicated]
     if len(split) == 1:
         cuts = zip(rule.inputs[split[0]], operands[split[0]].dims, strict=True)
         may_stay = all(cut is None or (letter and letter not in rule.whole) for letter, cut in cuts)
-        assert recipe.needs[split[0]].moves != may_stay
+        assert sharding.needs[split[0]].moves != may_stay
 
 
 @pytest.mark.parametrize("world", [64, 4096, 16384])

@@ -73,8 +73,8 @@ def test_a_fault_is_said_in_one_line(name):
 def test_the_first_way_out_is_the_one_that_is_taken_and_each_leads_out(name):
     rule, operands = parse_rule(FAULTS[name][0]), FAULTS[name][1]
     ways = ways_out(rule, operands, (4, 4))
-    recipe = propagate(rule, operands, (4, 4))
-    assert ways[0].moves == tuple((i, need.layout) for i, need in enumerate(recipe.needs) if need.moves)
+    sharding = propagate(rule, operands, (4, 4))
+    assert ways[0].moves == tuple((i, need.layout) for i, need in enumerate(sharding.needs) if need.moves)
     for way in ways:
         moved = list(operands)
         for i, layout in way.moves:

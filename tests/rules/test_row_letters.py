@@ -84,11 +84,11 @@ def check(call: BoundCall, result: Any, pattern: Pattern, exact: bool | float) -
     assert set(made) <= rule.whole
     tried = set()
     for letter in sizes.keys() - rule.whole:
-        join = pattern.join_of(letter)
-        if sizes[letter] > 1 and not (join or "").startswith("@"):
+        combiner = pattern.combiner_of(letter)
+        if sizes[letter] > 1 and not (combiner or "").startswith("@"):
             parts = [as_tuple(part(call, rule, letter, half, sizes[letter])) for half in (0, 1)]
             for k, y in enumerate(want):
-                found = joined(rule, letter, sizes[letter], join, [each[k] for each in parts])
+                found = joined(rule, letter, sizes[letter], combiner, [each[k] for each in parts])
                 same(found, y, exact, f"{rule} cut along {letter}")
             tried.add(letter)
     return tried
@@ -105,14 +105,14 @@ def part(call: BoundCall, rule: Rule, letter: str, half: int, size: int) -> Any:
     return call.compute(*parts)
 
 
-def joined(rule: Rule, letter: str, size: int, join: str | None, parts: list[torch.Tensor]) -> torch.Tensor:
+def joined(rule: Rule, letter: str, size: int, combiner: str | None, parts: list[torch.Tensor]) -> torch.Tensor:
     """The result that the parts are of."""
     if letter in rule.output:
         return torch.cat(parts, rule.output.index(letter))
-    assert join is not None, f"nothing joins {letter}"
-    if join == "avg":
+    assert combiner is not None, f"nothing combines {letter}"
+    if combiner == "avg":
         return (parts[0] * (size // 2) + parts[1] * (size - size // 2)) / size
-    return JOINED[join](parts)
+    return JOINED[combiner](parts)
 
 
 WHOLE = {"grouped_query_attention", "grouped_conv1d", "grouped_conv2d", "grouped_conv3d"}

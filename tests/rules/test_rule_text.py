@@ -38,12 +38,12 @@ FAULTS = {
     ],
     "E606": [("b -> b {n}", ""), ("b -> {...} b", ""), ("b, k -> b k {nn}", ""), ("{b -> b}", "n sum")],
 }
-"""By the code of the error: a rule and its joins, with what the caret is under in brackets."""
+"""By the code of the error: a rule and its combine, with what the caret is under in brackets."""
 
 
-@pytest.mark.parametrize(("code", "text", "joins"), [(code, *each) for code, some in FAULTS.items() for each in some])
-def test_a_fault_is_shown_where_it_stands(code, text, joins):
-    marked = text if "{" in text else joins
+@pytest.mark.parametrize(("code", "text", "combine"), [(code, *each) for code, some in FAULTS.items() for each in some])
+def test_a_fault_is_shown_where_it_stands(code, text, combine):
+    marked = text if "{" in text else combine
     start, stop = marked.index("{"), marked.rindex("}") - 1
 
     def bare(text: str) -> str:
@@ -52,7 +52,7 @@ def test_a_fault_is_shown_where_it_stands(code, text, joins):
         return head + inside + rest if tail else head
 
     with pytest.raises(SpecError) as caught:
-        parse_pattern(bare(text), bare(joins) if marked == joins else joins, "here")
+        parse_pattern(bare(text), bare(combine) if marked == combine else combine, "here")
     head, shown, carets, *_ = str(caught.value).splitlines()
     assert head.startswith(f"here:1:{start + 1}: error[{code}]")
     assert shown.endswith(f"| {bare(marked)}")
@@ -125,9 +125,9 @@ def test_only_dots_are_elementwise():
 def test_a_join_is_of_all_dims_of_its_letter(join):
     pattern = parse_pattern("... k, i... k, d -> k d", f"... {join}, i... {join}")
     for letter in (".0", ".1", "i", "i0", "i12", ""):
-        assert pattern.join_of(letter) == join
-    assert pattern.join_of("k") is pattern.join_of("k0") is pattern.join_of("d") is None
+        assert pattern.combiner_of(letter) == join
+    assert pattern.combiner_of("k") is pattern.combiner_of("k0") is pattern.combiner_of("d") is None
     assert pattern.joined == join.startswith("@")
     expected = {"sum": (), "@own": "none"}.get(join, join)
     expected = expected and ((".0", expected), ("i0", expected), ("i1", expected))
-    assert pattern.bind(((2, 3), (4, 5, 3), (6,))).joins == expected
+    assert pattern.bind(((2, 3), (4, 5, 3), (6,))).combine == expected

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 import shardtensor as st
-from shardtensor.parallel.layers import Flowing
+from shardtensor.parallel.layers import ParallelLayer
 
 PlanError, LayoutError = st.PlanError, st.LayoutError
 
@@ -208,7 +208,7 @@ def comes_and_goes() -> None:
     module = copy.deepcopy(dense)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
     st.shard_module(module, {"0": st.colwise(), "1": st.rowwise()})
-    assert isinstance(module[0], nn.Linear) and isinstance(module[0], Flowing)
+    assert isinstance(module[0], nn.Linear) and isinstance(module[0], ParallelLayer)
     twin = copy.deepcopy(module)
     with torch.no_grad():
         twin[0].weight.zero_()

@@ -19,7 +19,7 @@ import shardtensor as st
 from shardtensor.comm.group import Pending
 from shardtensor.comm.process_group import as_group
 from shardtensor.ops import linear
-from shardtensor.sharding import passing
+from shardtensor.sharding import flow_hooks
 from shardtensor.sim.counting_group import CountingGroup
 
 WIDTH, TOKENS = 5, 12
@@ -376,7 +376,7 @@ def test_the_sum_starts_before_the_gradients_of_the_weights_and_is_met_after_the
 def test_the_products_of_a_small_input_are_ordinary_ones(monkeypatch):
     """To share costs the host more than it hides there."""
     monkeypatch.setattr(linear, "BESIDE_BYTES", 1 << 20)
-    monkeypatch.delattr(passing, "share")
+    monkeypatch.delattr(flow_hooks, "share")
     events: list[str] = []
     module = st.shard_module(whole_numbers(Mixer()), plan_of("replicate"), process_group=Told(events))
     x = torch.ones(1, TOKENS, WIDTH, dtype=torch.float64, device=device(), requires_grad=True)

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardtensor.layout.explain import say_bytes
 from shardtensor.layout.layout import FlatLayout, Layout, MeshLayout
 from shardtensor.layout.pieces import Pieces
+from shardtensor.plan.estimates.memory import plan_bytes
 from shardtensor.plan.findings.brief import brief_names, skeleton
 from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.flows.gradients import Flows, check_flows
 from shardtensor.plan.line import mesh_place, origin_of
-from shardtensor.plan.match.misfit import shape_text
+from shardtensor.plan.match.layout_errors import shape_text
 from shardtensor.plan.match.units import own_tensors
 from shardtensor.plan.models.model import BYTES
-from shardtensor.plan.outlook.memory import plan_bytes
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.resolved import Passing, Placed, Resolved
+from shardtensor.plan.resolved import ModuleFlows, Placed, Resolved
 from shardtensor.spec.nodes import Cut, Spec
 
 
@@ -58,7 +58,7 @@ def _imbalances(resolved: Resolved) -> Iterator[Finding]:
         yield from _padding(placed)
 
 
-def _idle_axes(plan: Plan, own: Sequence[Placed], modules: Mapping[str, Passing]) -> Iterator[Finding]:
+def _idle_axes(plan: Plan, own: Sequence[Placed], modules: Mapping[str, ModuleFlows]) -> Iterator[Finding]:
     specs = {placed.spec for placed in own}
     if not all(isinstance(spec, Spec) for spec in specs):
         return  # layouts that name devices use ranks, not axes

@@ -21,11 +21,11 @@ from shardtensor.layout.layout import MeshLayout
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, partial_axes
 from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_work, steps
-from shardtensor.plan.flows.modules import Layer, Modules, Names, Stated, flow_finding, is_inside
+from shardtensor.plan.flows.modules import Layer, Modules, Names, StatedFlows, flow_finding, is_inside
 from shardtensor.plan.flows.sums import Sums
 from shardtensor.plan.flows.takers import Takers
 from shardtensor.plan.line import Line, origin_of
-from shardtensor.plan.match.misfit import shape_text
+from shardtensor.plan.match.layout_errors import shape_text
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.spec.nodes import Cut, Spec
 
@@ -232,7 +232,7 @@ def _stacked(path: str, dealt: Names, modules: Modules) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _entering(stated: Stated, name: str) -> Flow | None:
+def _entering(stated: StatedFlows, name: str) -> Flow | None:
     return stated.ins.get(name) or (stated.ins.get("hidden_states") if not name else None)
 
 
@@ -265,7 +265,7 @@ def fused_findings(modules: Modules) -> Iterator[Finding]:
                     yield _told(placed, dim, lengths, cut)
 
 
-def _is_met_cut(cut: Cut, dim: str, path: str, stated: Stated, modules: Modules) -> bool:
+def _is_met_cut(cut: Cut, dim: str, path: str, stated: StatedFlows, modules: Modules) -> bool:
     """Whether the module's code gets shards of this dim, not the full dim."""
     axes = set(modules.leaves(cut.axes))
     layer = modules.layers.get(path)

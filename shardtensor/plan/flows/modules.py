@@ -18,7 +18,7 @@ from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.flows.flow import Flow, as_written
 from shardtensor.plan.line import Line, origin_of, style_note
 from shardtensor.plan.models.model import LayerKind
-from shardtensor.plan.resolved import Passing, Placed, Resolved
+from shardtensor.plan.resolved import ModuleFlows, Placed, Resolved
 from shardtensor.spec.nodes import Dim, Replicate, Spec
 from shardtensor.spec.parts import Cut, Partial
 
@@ -27,12 +27,12 @@ Names = tuple[str, ...]
 
 
 @attrs.frozen(eq=False)
-class Stated:
+class StatedFlows:
     """The flows that a plan states for one module, by argument and by result, empty for the first of each."""
 
     ins: Mapping[str, Flow] = attrs.field(factory=dict)
     outs: Mapping[str, Flow] = attrs.field(factory=dict)
-    passing: Passing = attrs.field(factory=Passing)
+    passing: ModuleFlows = attrs.field(factory=ModuleFlows)
 
     @property
     def out(self) -> Flow | None:
@@ -65,7 +65,7 @@ class Layer:
 
     path: str
     kind: LayerKind
-    stated: Stated
+    stated: StatedFlows
     params: Mapping[str, Placed]
     cuts: Mapping[tuple[str, str], Names]
     loose: str = ""
@@ -104,13 +104,13 @@ class Modules:
         self.resolved = resolved
         self.axes: Axes = resolved.plan.axes
         self._sizes = dict(self.axes.mesh.axes)
-        self.stated: dict[str, Stated] = {}
-        known: dict[int, Stated] = {}  # modules with the same rules share it
+        self.stated: dict[str, StatedFlows] = {}
+        known: dict[int, StatedFlows] = {}  # modules with the same rules share it
         for path, passing in resolved.modules.items():
             if id(passing) not in known:
                 ins = {name: self.flow(flow) for name, (flow, _) in passing.ins.items()}
                 outs = {name: self.flow(flow) for name, (flow, _) in passing.outs.items()}
-                known[id(passing)] = Stated(ins, outs, passing)
+                known[id(passing)] = StatedFlows(ins, outs, passing)
             self.stated[path] = known[id(passing)]
 
     # -- in the axes of the mesh --------------------------------------------------------------------------------------
@@ -223,6 +223,6 @@ def flow_finding(
     return Finding(code, fault, origin, why, fix, style_note(origin, what) if what else (), path)
 
 
-_SILENT = Stated()
+_SILENT = StatedFlows()
 
 REPLICATE = Flow(Replicate(), Replicate())

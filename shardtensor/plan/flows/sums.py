@@ -12,7 +12,7 @@ from functools import cached_property
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.flows.flow import cut_axes, cuts, partial_axes
 from shardtensor.plan.flows.layer_flows import partials_of
-from shardtensor.plan.flows.modules import Layer, Modules, Names, Stated, around, flow_finding
+from shardtensor.plan.flows.modules import Layer, Modules, Names, StatedFlows, around, flow_finding
 from shardtensor.plan.line import origin_of, pattern_place
 from shardtensor.plan.resolved import Placed
 from shardtensor.spec.nodes import Spec
@@ -120,7 +120,7 @@ class Sums:
             elif trained is not None:
                 yield from self._whole_without_flows(path, trained, beside.get(path.rpartition(".")[0], {}))
 
-    def _unknown_siblings(self, stated: Stated, name: str = "") -> tuple[str, str, str] | None:
+    def _unknown_siblings(self, stated: StatedFlows, name: str = "") -> tuple[str, str, str] | None:
         """Return an axis and two of its factors if an output is sharded along the one and copied along the other."""
         flow = stated.outs.get(name)
         for whole in self._modules.axes.made_of if flow is not None and not flow.says_grad else ():
@@ -132,7 +132,7 @@ class Sums:
                 return whole, "*".join(inside), "*".join(copies)
         return None
 
-    def _siblings_inside_an_axis(self, path: str, stated: Stated) -> Iterator[Finding]:
+    def _siblings_inside_an_axis(self, path: str, stated: StatedFlows) -> Iterator[Finding]:
         for name in stated.outs:
             if (found := self._unknown_siblings(stated, name)) is None:
                 continue
@@ -174,7 +174,7 @@ class Sums:
                     "flow" if layer.has_flow else "",
                 )  # fmt: skip
 
-    def _summed_again(self, path: str, stated: Stated) -> Iterator[Finding]:
+    def _summed_again(self, path: str, stated: StatedFlows) -> Iterator[Finding]:
         """Yield findings for a module inside of an `in` that sums, if it has its own `in` on the same value."""
         flow, layer, modules = stated.ins.get(""), self._modules.layers.get(path), self._modules
         of, partials = self._around(path)

@@ -10,14 +10,14 @@ import attrs
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Hook, Line, name_place, segment_place
-from shardtensor.plan.match.misfit import Binder, axes_text, shape_text
+from shardtensor.plan.match.layout_errors import Binder, axes_text, shape_text
 from shardtensor.plan.match.name_tree import Disputes, Matches, NameTree, match_lines
 from shardtensor.plan.match.patterns import pattern
 from shardtensor.plan.match.stores import read_ties, untied, with_stores, with_tied_names
 from shardtensor.plan.match.unused import unplaced, unused
 from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.resolved import Passing, Placed, Resolved
+from shardtensor.plan.resolved import ModuleFlows, Placed, Resolved
 from shardtensor.spec.diagnostics import nearest
 from shardtensor.spec.nodes import Spec
 
@@ -201,11 +201,11 @@ def _deal(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, 
 
 def passings(
     model: Model, matches: Matches, disputes: Disputes, binder: Binder
-) -> tuple[dict[str, Passing], list[Finding]]:
+) -> tuple[dict[str, ModuleFlows], list[Finding]]:
     """Return the flows, hooks and attributes of each module that a line matches; E303 for those that it lacks."""
-    found: dict[str, Passing] = {}
+    found: dict[str, ModuleFlows] = {}
     findings: list[Finding] = []
-    alike: dict[tuple[int, ...], Passing] = {}  # of modules that the same lines match
+    alike: dict[tuple[int, ...], ModuleFlows] = {}  # of modules that the same lines match
     for path, lines in matches.by_module.items():
         info = model.modules.get(path)
         spoken = tuple(map(id, lines))
@@ -235,7 +235,7 @@ def passings(
                 locals_[line.name] = line.value, line
             else:
                 uses.append((line.value, line))
-        found[path] = Passing(ins, outs, tuple(uses), locals_)
+        found[path] = ModuleFlows(ins, outs, tuple(uses), locals_)
         if len(by_what) == len(lines):
             alike[spoken] = found[path]
     return found, findings

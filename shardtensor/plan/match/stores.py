@@ -9,7 +9,7 @@ import attrs
 
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.line import Line, Store, Tie
-from shardtensor.plan.match.misfit import shape_text
+from shardtensor.plan.match.layout_errors import shape_text
 from shardtensor.plan.match.name_tree import NameTree
 from shardtensor.plan.match.patterns import Pattern, pattern
 from shardtensor.plan.models.model import Model

@@ -17,7 +17,7 @@ from shardtensor.plan.plan import Plan
 
 
 @attrs.frozen(eq=False)
-class Nothing:
+class UnmatchedPattern:
     """A pattern, or one alternative in its braces, that matches nothing.
 
     Attributes:
@@ -35,12 +35,12 @@ class Nothing:
     finding: Finding
 
 
-def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Nothing], list[Finding], set[str]]:
+def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[UnmatchedPattern], list[Finding], set[str]]:
     """Return W301 for rules and W303 for alternatives that match nothing; E303 for blocks and styles without a module.
 
     The last result are tensors that have a style instead of a layout: no E301 is reported for these.
     """
-    nothing: list[Nothing] = []
+    nothing: list[UnmatchedPattern] = []
     findings: list[Finding] = []
     told: set[object] = set()
     spoken: set[str] = set()
@@ -68,7 +68,7 @@ def _missing_module(line: Line, tree: NameTree) -> str | None:
     return next((text for text in needed if not tree.modules(text)), None)
 
 
-def _rule(line: Line, head: str, tree: NameTree) -> Nothing:
+def _rule(line: Line, head: str, tree: NameTree) -> UnmatchedPattern:
     segments = pattern(head).segments
     at = next((at for at in range(len(segments)) if not tree.has(segments[: at + 1])), len(segments) - 1)
     word = str(segments[at]) if segments else ""
@@ -84,7 +84,7 @@ def _rule(line: Line, head: str, tree: NameTree) -> Nothing:
         "correct the pattern, or write `optional` before it", notes,
     )  # fmt: skip
     words = _words(segments[at]) if segments else ()
-    return Nothing(line, segments, at, words, word, place, finding)
+    return UnmatchedPattern(line, segments, at, words, word, place, finding)
 
 
 def _no_module(line: Line, head: str, tree: NameTree) -> Finding:
@@ -98,11 +98,11 @@ def _no_module(line: Line, head: str, tree: NameTree) -> Finding:
     )  # fmt: skip
 
 
-def _alternatives(plan: Plan, tree: NameTree, told: set[str]) -> list[Nothing]:
+def _alternatives(plan: Plan, tree: NameTree, told: set[str]) -> list[UnmatchedPattern]:
     """Return alternatives in braces that match the beginning of no name of the model."""
-    found: list[Nothing] = []
+    found: list[UnmatchedPattern] = []
     optional: dict[Way, bool] = {}
-    first: dict[Way, Nothing] = {}
+    first: dict[Way, UnmatchedPattern] = {}
     for line in plan.lines:
         segments = pattern(line.pattern).segments if "{" in line.pattern else ()
         for at, segment in enumerate(segments):
@@ -120,7 +120,7 @@ def _alternatives(plan: Plan, tree: NameTree, told: set[str]) -> list[Nothing]:
     return found
 
 
-def _alternative(line: Line, segments: Way, at: int, one: Segment, option: str) -> Nothing:
+def _alternative(line: Line, segments: Way, at: int, one: Segment, option: str) -> UnmatchedPattern:
     text = str(segments[at])
     place = segment_place(line, text)
     said = f"`{option}`" if option else "the empty alternative"
@@ -128,7 +128,7 @@ def _alternative(line: Line, segments: Way, at: int, one: Segment, option: str) 
         "W303", f"{said} in the braces of `{text}` matches nothing", place,
         "no name of the model has it there", "correct it, or drop it from the braces",
     )  # fmt: skip
-    return Nothing(line, segments, at, _words(one), option, place, finding)
+    return UnmatchedPattern(line, segments, at, _words(one), option, place, finding)
 
 
 def _words(segment: Segment) -> tuple[str, ...]:
@@ -145,13 +145,15 @@ MOST = 4
 """The largest number of patterns of tensors that one finding lists."""
 
 
-def unplaced(plan: Plan, names: Sequence[str], nothing: Iterable[Nothing]) -> tuple[list[Finding], list[Nothing]]:
+def unplaced(
+    plan: Plan, names: Sequence[str], nothing: Iterable[UnmatchedPattern]
+) -> tuple[list[Finding], list[UnmatchedPattern]]:
     """Return E301 for tensors without a rule, each at the pattern that nearly matches it; and those patterns.
 
     If no pattern is near, the finding is at the beginning of the plan.
     """
     nothing = list(nothing)
-    slips: dict[str, tuple[Nothing, str] | None] = {}
+    slips: dict[str, tuple[UnmatchedPattern, str] | None] = {}
     groups: dict[object, list[str]] = {}
     for name in names:
         kind = skeleton(name)
@@ -188,10 +190,10 @@ def _listed(names: Sequence[str]) -> str:
     return f"{len(names)} tensor{'s' * (len(names) != 1)}: {', '.join(brief[:MOST])}{more}"
 
 
-def _nearest(name: str, nothing: Sequence[Nothing]) -> tuple[Nothing, str] | None:
+def _nearest(name: str, nothing: Sequence[UnmatchedPattern]) -> tuple[UnmatchedPattern, str] | None:
     """Return the pattern that matches a name except for one word, and its text with the right word."""
     words = name.split(".")
-    best: tuple[float, Nothing, str] | None = None
+    best: tuple[float, UnmatchedPattern, str] | None = None
     for each in nothing:
         before = Pattern(each.segments[: each.at])
         for at, meant in enumerate(words):
@@ -204,7 +206,7 @@ def _nearest(name: str, nothing: Sequence[Nothing]) -> tuple[Nothing, str] | Non
     return None if best is None else best[1:]
 
 
-def _corrected(each: Nothing, word: str, meant: str) -> str:
+def _corrected(each: UnmatchedPattern, word: str, meant: str) -> str:
     """Return the pattern as it was written, with `meant` in place of `word`; braces are kept as far as possible."""
     segment = each.segments[each.at]
     is_alternative = each.finding.code == "W303"

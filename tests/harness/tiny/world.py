@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardtensor.errors import PlanError, SpecError
-from shardtensor.plan.outlook.search import candidates
+from shardtensor.plan.estimates.search import candidates
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.reading import read_plan
 

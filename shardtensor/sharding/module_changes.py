@@ -12,12 +12,12 @@ from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group, group_along
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import MeshLayout
-from shardtensor.parallel.layers import Flowing, LayerFlow, Move, Step, fused, layer_class, step_of
+from shardtensor.parallel.layers import LayerFlow, Move, ParallelLayer, Step, fused, layer_class, step_of
 from shardtensor.plan.flows.flow import Axes, Change, Flow, changes, cuts, partial_axes
 from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.flows.layer_flows import LayerWork, layer_work
-from shardtensor.plan.flows.modules import Layer, Stated
-from shardtensor.sharding.passing import Entering, Leaving, Result, Wrapping, arguments
+from shardtensor.plan.flows.modules import Layer, StatedFlows
+from shardtensor.sharding.flow_hooks import FlowHook, FlowPreHook, Result, Wrapping, arguments
 from shardtensor.spec.nodes import Spec
 
 Sizes = Mapping[Axes, tuple[int, ...]]
@@ -140,7 +140,7 @@ def _cut(layer: Layer, dim: str) -> tuple[MeshLayout, int]:
 
 
 @attrs.frozen(eq=False)
-class Settled:
+class ModuleChange:
     """The change of one module.
 
     Attributes:
@@ -152,8 +152,8 @@ class Settled:
     module: nn.Module
     layer: LayerFlow | None = None
     cut: frozenset[str] = frozenset()
-    entering: Entering | None = None
-    leaving: Leaving | None = None
+    pre_hook: FlowPreHook | None = None
+    post_hook: FlowHook | None = None
 
     def apply(self, handles: str) -> None:
         """Change the module's class, or set its hooks; the handles of hooks are kept in the attribute `handles`."""
@@ -164,55 +164,55 @@ class Settled:
             assert made is not None
             module.flow, module.flow_cut, module.flow_of = self.layer, self.cut, kind
             module.__class__ = made
-        kept = module.__dict__.setdefault(handles, []) if self.entering or self.leaving else []
-        if self.entering is not None:
-            kept.append(module.register_forward_pre_hook(self.entering, with_kwargs=True))
-        if self.leaving is not None:
-            kept.append(module.register_forward_hook(self.leaving))
+        kept = module.__dict__.setdefault(handles, []) if self.pre_hook or self.post_hook else []
+        if self.pre_hook is not None:
+            kept.append(module.register_forward_pre_hook(self.pre_hook, with_kwargs=True))
+        if self.post_hook is not None:
+            kept.append(module.register_forward_hook(self.post_hook))
 
 
-def unsettle(module: Any) -> None:
+def restore_class(module: Any) -> None:
     """Restore a layer's own class."""
-    if isinstance(module, Flowing):
+    if isinstance(module, ParallelLayer):
         module.__class__ = module.flow_of  # type: ignore[assignment]
         del module.flow, module.flow_cut, module.flow_of
 
 
-def settle(
+def module_changes(
     modules: Mapping[str, nn.Module],
     flows: Flows,
     sharded: Mapping[str, frozenset[str]],
     binder: Binder,
     lone: Collection[str] = (),
-) -> list[Settled]:
+) -> list[ModuleChange]:
     """Return the change of each module with a flow, and of each of `lone`: layers without one that use plain values."""
     stated = flows.modules.stated
-    found: list[Settled] = []
+    found: list[ModuleChange] = []
     met: dict[int, str] = {}
     for path in (*(path for path, each in stated.items() if each.ins or each.outs), *lone):
-        module, flow = modules[path], stated.get(path, Stated())
+        module, flow = modules[path], stated.get(path, StatedFlows())
         first = met.setdefault(id(module), path)
         if first == path:
             try:
-                found.append(_settled(path, module, flows, sharded.get(path, frozenset()), binder))
+                found.append(_module_change(path, module, flows, sharded.get(path, frozenset()), binder))
             except PlanError as error:
                 fault, *facts = str(error).splitlines()
                 raise PlanError("\n".join([f"{path or type(module).__name__}: {fault}", *facts])) from None
-        elif stated.get(first, Stated()).said != flow.said:  # one module under two names
+        elif stated.get(first, StatedFlows()).said != flow.said:  # one module under two names
             raise PlanError(
                 f"{first} and {path} are one module, and the plan has different flows for them",
-                {first: _text(stated.get(first, Stated()).said), path: _text(flow.said)},
+                {first: _text(stated.get(first, StatedFlows()).said), path: _text(flow.said)},
                 "give both the same",
             )
     return found
 
 
-def _settled(path: str, module: nn.Module, flows: Flows, sharded: frozenset[str], binder: Binder) -> Settled:
-    known, stated = flows.modules.layers.get(path), flows.modules.stated.get(path, Stated())
+def _module_change(path: str, module: nn.Module, flows: Flows, sharded: frozenset[str], binder: Binder) -> ModuleChange:
+    known, stated = flows.modules.layers.get(path), flows.modules.stated.get(path, StatedFlows())
     if known is not None and layer_class(type(module)) is not None:
         work = flows.works.get(path) or layer_work(known, flows.modules.nearest_in(path) is not None)
         rank = flows.modules.axes.mesh.ranks[binder.group.index]
-        return Settled(path, module, _layer_flow(module, known, work, binder, rank), sharded)
+        return ModuleChange(path, module, _layer_flow(module, known, work, binder, rank), sharded)
     if sharded and not stated.passing.uses:  # a hook may make it work on plain slices of its parameters
         stated = _of_sharded(stated)
     return _container(path, module, stated, flows.meetings.partials.get(path, ()), binder, bool(sharded))
@@ -223,8 +223,8 @@ def _text(flows: Mapping[str, Flow]) -> str:
 
 
 def _container(
-    path: str, module: nn.Module, stated: Stated, partials: Axes, binder: Binder, has_tensors: bool
-) -> Settled:
+    path: str, module: nn.Module, stated: StatedFlows, partials: Axes, binder: Binder, has_tensors: bool
+) -> ModuleChange:
     names = arguments(module)
     moves, wraps = {}, {}
     for said, flow in stated.ins.items():
@@ -241,18 +241,18 @@ def _container(
                 if (subgroup := binder.group_along(cut.axes)) is not None
             )
             wraps[name] = Wrapping(flow.after, sizes, binder.group)
-    entering = None
+    pre_hook = None
     if wraps or any(moves.values()):  # a hook that does nothing would cost each call some microseconds
-        entering = Entering(moves, names, wraps, bool(partials) and not has_tensors)
+        pre_hook = FlowPreHook(moves, names, wraps, bool(partials) and not has_tensors)
     results = (
         (name, binder.move(changes(flow)), flow.before if has_tensors else None) for name, flow in stated.outs.items()
     )
     found = {name: Result(move, takes_from) for name, move, takes_from in results if move or takes_from is not None}
-    leaving = Leaving(found) if found else None
-    return Settled(path, module, entering=entering, leaving=leaving)
+    post_hook = FlowHook(found) if found else None
+    return ModuleChange(path, module, pre_hook=pre_hook, post_hook=post_hook)
 
 
-def _of_sharded(stated: Stated) -> Stated:
+def _of_sharded(stated: StatedFlows) -> StatedFlows:
     """Return the flows of a module that works on ShardedTensors: it returns sums where a layer returns partial sums."""
 
     def summed(flow: Flow) -> Flow:

@@ -14,7 +14,7 @@ from typing import Literal
 import attrs
 
 from shardtensor.cost.profile import Profile, ranks_in_node, seconds
-from shardtensor.plan.outlook.memory import RankBytes
+from shardtensor.plan.estimates.memory import RankBytes
 from shardtensor.plan.resolved import Resolved
 
 

@@ -13,10 +13,10 @@ import attrs
 from shardtensor.cost.profile import Profile
 from shardtensor.errors import PlanError, SpecError
 from shardtensor.layout.explain import say_bytes
+from shardtensor.plan.estimates.estimate import Batch, StepSeconds, TracedStep, data_ranks, step_seconds
+from shardtensor.plan.estimates.memory import RankBytes, plan_bytes
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.model import Model
-from shardtensor.plan.outlook.estimate import Batch, StepSeconds, TracedStep, data_ranks, step_seconds
-from shardtensor.plan.outlook.memory import RankBytes, plan_bytes
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.reading import PlanReader, read_plan
 from shardtensor.plan.text.scope import Scope

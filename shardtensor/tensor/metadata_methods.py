@@ -15,7 +15,7 @@ from shardtensor.layout.layout import Layout
 from shardtensor.rules.rule import one_dim
 
 
-class Answers:
+class MetadataMethods:
     """The part of `ShardedTensor` that reads its layout and its leaf; strides are those of a contiguous tensor."""
 
     __slots__ = ()
@@ -98,7 +98,7 @@ def _property(name: str) -> property:
 
 
 def _question(name: str) -> Any:
-    def ask(self: Answers, *args: Any) -> Any:
+    def ask(self: MetadataMethods, *args: Any) -> Any:
         return getattr(self._local, name)(*args)
 
     ask.__name__ = name
@@ -117,6 +117,6 @@ element_size is_floating_point is_complex is_signed is_conj is_neg is_inference 
 
 for _name in PROPERTIES.split():
     if hasattr(torch.Tensor, _name):
-        setattr(Answers, _name, _property(_name))
+        setattr(MetadataMethods, _name, _property(_name))
 for _name in QUESTIONS.split():
-    setattr(Answers, _name, _question(_name))
+    setattr(MetadataMethods, _name, _question(_name))

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardtensor.plan.estimates.memory import plan_bytes
 from shardtensor.plan.match.units import own_tensors
-from shardtensor.plan.outlook.memory import plan_bytes
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.spec.nodes import ShardingSpec, Spec
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import product
 from typing import Any, Protocol
 
@@ -252,10 +251,5 @@ def _uneven_axes(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
     only = {axis for axis in everything if layout.grid[axis] != mesh.sizes[axis]}  # on one coordinate of these
     if isinstance(layout, MeshLayout):
         cuts: list[Any] = [cut for cut in layout.dims if cut is not None]
-        return tuple(sorted(only.union(*(cut.axes for cut in cuts if not _is_even(cut.pieces)))))
+        return tuple(sorted(only.union(*(cut.axes for cut in cuts if not cut.pieces.is_even))))
     return tuple(sorted({*only, *layout.sharding_axes}))
-
-
-@lru_cache(maxsize=4096)
-def _is_even(pieces: Any) -> bool:
-    return len({pieces.size(i) for i in range(pieces.count)}) == 1

@@ -22,18 +22,18 @@ from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.report import folded, text_report
 from shardtensor.plan.flows.flow import cuts
 from shardtensor.plan.flows.gradients import Flows, flows_of
-from shardtensor.plan.flows.modules import Stated
+from shardtensor.plan.flows.modules import StatedFlows
 from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.resolved import Passing, Resolved, canonical_lines
+from shardtensor.plan.resolved import ModuleFlows, Resolved, canonical_lines
 from shardtensor.sharding.hooks import Site, Use, called
 from shardtensor.sharding.model_info import model_info
+from shardtensor.sharding.module_changes import Binder, ModuleChange, module_changes
 from shardtensor.sharding.plan import ShardingPlan
 from shardtensor.sharding.rules import Rules, axes_of_flows, read_rules, with_the_rest
-from shardtensor.sharding.settle import Binder, Settled, settle
-from shardtensor.sharding.stores import Keeping
+from shardtensor.sharding.stores import FSDPConfig
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -81,7 +81,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 @attrs.frozen(eq=False, slots=False)
-class Work:
+class ShardingJob:
     """The changes that a plan makes to a module, in the order of the plan.
 
     Attributes:
@@ -95,7 +95,7 @@ class Work:
         hooks: calls of hooks, with the path of each one's module.
         ties: names, each with the name of the tensor that replaces it.
         lone: layers without flows that compute with plain values: they exist on some ranks only.
-        keeping: which parameters are fully sharded, and the axes along which samples differ.
+        fsdp_config: which parameters are fully sharded, and the axes along which samples differ.
         said: the canonical lines of the plan, as text that must be equal on all ranks.
     """
 
@@ -108,7 +108,7 @@ class Work:
     hooks: tuple[tuple[str, Hook], ...] = ()
     wholes: tuple[tuple[str, torch.Tensor], ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
-    keeping: Keeping | None = None
+    fsdp_config: FSDPConfig | None = None
     lone: tuple[str, ...] = ()
     said: Mapping[str, str] = attrs.field(factory=dict)
 
@@ -125,7 +125,7 @@ class Work:
         found |= {f"output of {path or 'the module'}": str(spec) for path, spec in self.rules.outputs}
         return found | {f"local output of {path or 'the module'}": "yes" for path in self.rules.local_outputs}
 
-    def settled(self, binder: Binder) -> list[Settled]:
+    def settled(self, binder: Binder) -> list[ModuleChange]:
         """Return the changes of modules with a flow; raise PlanError if that is impossible or no hook takes a value."""
         if self.flows is None:
             return []
@@ -133,7 +133,7 @@ class Work:
         left = [finding for path, finding in self.flows.takers.to_hooks.items() if path not in taken]
         if left:
             raise PlanError(text_report(left))
-        return settle(self._modules, self.flows, self._sharded, binder, self.lone)
+        return module_changes(self._modules, self.flows, self._sharded, binder, self.lone)
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
@@ -183,7 +183,9 @@ def _group_of(plan: Plan, group: Group) -> Group:
     return group if group.mesh.axes == mesh.axes else group_on_mesh(group, Mesh(mesh.axes, group.mesh.ranks))
 
 
-def work_of(module: nn.Module, given: Plan | ShardingPlan | Mapping[str, Any], group: Group, src_rank: int) -> Work:
+def work_of(
+    module: nn.Module, given: Plan | ShardingPlan | Mapping[str, Any], group: Group, src_rank: int
+) -> ShardingJob:
     """Match a plan, or rules of a part, to a module. Pure: reads the module, changes nothing, sends nothing."""
     if isinstance(given, Plan):
         group, rules = _group_of(given, group), Rules(given, model_info(module))
@@ -201,7 +203,7 @@ def work_of(module: nn.Module, given: Plan | ShardingPlan | Mapping[str, Any], g
         _raise(flows.findings(), PlanError)
     paths = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
     passings = {paths[path]: passing for path, passing in resolved.modules.items()}
-    return Work(
+    return ShardingJob(
         module,
         group,
         targets,
@@ -211,7 +213,7 @@ def work_of(module: nn.Module, given: Plan | ShardingPlan | Mapping[str, Any], g
         tuple((path, hook) for path, passing in passings.items() for hook, _ in passing.uses),
         wholes,
         ties,
-        None if plan.is_part else Keeping.of(module, resolved),
+        None if plan.is_part else FSDPConfig.of(module, resolved),
         () if plan.is_part or flows is None else _where_only(module, targets, flows.modules.stated),
         dict(canonical_lines(resolved)) | {name: str(spec) for name, spec in rules.opaque.items()},
     )
@@ -224,7 +226,7 @@ def _raise(findings: Iterable[Finding], kind: type[ShardTensorError]) -> None:
         raise kind(text_report(folded(errors)))
 
 
-def _counts(root: nn.Module, passings: Mapping[str, Passing], group: Group, axes: Axes) -> tuple[Count, ...]:
+def _counts(root: nn.Module, passings: Mapping[str, ModuleFlows], group: Group, axes: Axes) -> tuple[Count, ...]:
     """Return the attributes that become this rank's share; each once for a module with two names."""
     found: dict[tuple[int, str], Count] = {}
     for path, passing in passings.items():
@@ -287,7 +289,7 @@ def _add(
     found[id(tensor)] = Target((name,), tensor, spec, layout, device)
 
 
-def _works_on_sharded(module: nn.Module, name: str, flows: Mapping[str, Stated]) -> bool:
+def _works_on_sharded(module: nn.Module, name: str, flows: Mapping[str, StatedFlows]) -> bool:
     """Return whether a tensor's module is of unknown kind and gets sharded values: then it works on ShardedTensors."""
     path = name.rpartition(".")[0]
     stated = flows.get(unwrapped(path))
@@ -296,14 +298,14 @@ def _works_on_sharded(module: nn.Module, name: str, flows: Mapping[str, Stated])
     return any(cuts(flow.after) for flow in stated.ins.values())
 
 
-def _where_only(module: nn.Module, targets: tuple[Target, ...], flows: Mapping[str, Stated]) -> tuple[str, ...]:
+def _where_only(module: nn.Module, targets: tuple[Target, ...], flows: Mapping[str, StatedFlows]) -> tuple[str, ...]:
     """Return layers without flows that exist on some ranks only, with plain values; other ranks do not call them."""
     found: dict[str, None] = {}
     for target in targets:
         if isinstance(target.spec, Spec) and target.spec.only_part is not None:
             for name in target.names:
                 path = name.rpartition(".")[0]
-                stated = flows.get(unwrapped(path), Stated())
+                stated = flows.get(unwrapped(path), StatedFlows())
                 if not (stated.ins or stated.outs) and layer_class(type(module.get_submodule(path))) is not None:
                     found[unwrapped(path)] = None
     return tuple(found)

@@ -41,7 +41,7 @@ class Wrapping:
 
 
 @attrs.frozen(eq=False)
-class Entering:
+class FlowPreHook:
     """A forward pre-hook: redistributes the arguments that a plan names.
 
     Attributes:
@@ -98,7 +98,7 @@ class Entering:
             return share(moved(x, move[:-1]), weights, move[-1].subgroup, move[-1].sizes)
         return moved(x, move)
 
-    def __deepcopy__(self, memo: Any) -> Entering:
+    def __deepcopy__(self, memo: Any) -> FlowPreHook:
         return self
 
 
@@ -126,7 +126,7 @@ class Result:
 
 
 @attrs.frozen(eq=False)
-class Leaving:
+class FlowHook:
     """A forward hook: redistributes what a module returns.
 
     Attributes:
@@ -173,7 +173,7 @@ class Leaving:
             f"name one of its results after `out` in the plan, in place of `{name}`",
         )
 
-    def __deepcopy__(self, memo: Any) -> Leaving:
+    def __deepcopy__(self, memo: Any) -> FlowHook:
         return self
 
 
