@@ -315,11 +315,8 @@ class Placements(Sequence[Placement]):
         self.__attrs_init__(runs, _ranks(runs), tuple(starts), length, hash(runs))
 
     def index_of(self, rank: int) -> int | None:
-        """Return the first index whose placement has `rank`; None if there is none. Costs a step per run."""
-        for start, run in zip(self._starts, self.runs, strict=True):
-            if rank in run.ranks:
-                return start + run.ranks.index(rank)
-        return None
+        """Return the first index whose placement has `rank`; None if there is none."""
+        return self.ranks.index(rank) if rank in self.ranks else None
 
     def fold(self) -> tuple[str, ...]:
         """Return the placements as texts, as few as possible: runs are written as ranges."""
@@ -390,6 +387,8 @@ def _steps(run: Run, place: Placement) -> tuple[int, int] | None:
 
 def _ranks(runs: tuple[Run, ...]) -> Sequence[int | None]:
     parts = [run.ranks for run in runs]
+    if len(parts) == 1:
+        return parts[0]
     ranges = [part for part in parts if isinstance(part, range)]
     if ranges and len(ranges) == len(parts) and all(one.stop == other.start for one, other in pairwise(ranges)):
         return range(ranges[0].start, ranges[-1].stop)
