@@ -160,12 +160,12 @@ def _timed(call: Callable[[], Any], calls: int, group: Group) -> float:
 def _timed_on_gpu(call: Callable[[], Any], calls: int) -> float:
     """Measure by the clock of the GPU, which waits until the host has queued all calls: host speed does not matter."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    told = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(4):
         call()
-    told_s = (time.perf_counter() - told) / 4
+    call_s = (time.perf_counter() - start) / 4
     torch.cuda.synchronize()
-    torch.cuda._sleep(int(_CYCLES_PER_S * min(1.5 * told_s * (calls + 1), _MOST_SLEEP_S)))
+    torch.cuda._sleep(int(_CYCLES_PER_S * min(1.5 * call_s * (calls + 1), _MOST_SLEEP_S)))
     call()  # synchronizes the ranks
     begin.record()
     for _ in range(calls):
@@ -176,8 +176,8 @@ def _timed_on_gpu(call: Callable[[], Any], calls: int) -> float:
 
 
 def _slowest(seconds: float, group: Group) -> float:
-    told = torch.tensor([seconds], dtype=torch.float64, device=group.device_type)
-    return float(group.all_reduce(told, "max"))
+    times = torch.tensor([seconds], dtype=torch.float64, device=group.device_type)
+    return float(group.all_reduce(times, "max"))
 
 
 def _curves(group: Group, world: Group) -> dict[str, Curve]:

@@ -87,8 +87,8 @@ def _numeric(options: argparse.Namespace, resolved: Any) -> tuple[tuple[Any, ...
     from shardtensor.sharding.numeric import check_numeric
 
     make, name = small_model(options, resolved)
-    plan, said = resolved.plan, f"{name} on {options.world:,} ranks"
-    return check_numeric(plan, make), said
+    plan, ran = resolved.plan, f"{name} on {options.world:,} ranks"
+    return check_numeric(plan, make), ran
 
 
 def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any, ran: str) -> None:
@@ -107,8 +107,8 @@ def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any, r
         if summary is not None:
             print(summary_text(summary, ran))
         if ran:
-            told = "every gradient is the dense one" if summary is not None else "what ran"
-            print(f"\n{told}: {ran}")
+            text = "every gradient is the dense one" if summary is not None else "what ran"
+            print(f"\n{text}: {ran}")
 
 
 def _fail(options: argparse.Namespace, text: str) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardtensor.layout.explain import say_bytes
+from shardtensor.layout.explain import bytes_text
 from shardtensor.plan.estimates.summary import OPTIMIZER
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.report import text_report
@@ -58,9 +58,9 @@ def summary_text(summary: Mapping[str, Any], ran: str = "") -> str:
     """Return the summary of a plan as a few small tables."""
     ranks = f"{summary['world']:,} rank{'s' * (summary['world'] != 1)}"
     of = f" of {summary['model']}" if summary["model"] else ""
-    layouts = [(row["layout"], f"{row['tensors']:,}", say_bytes(row["bytes"])) for row in summary["layouts"]]
+    layouts = [(row["layout"], f"{row['tensors']:,}", bytes_text(row["bytes"])) for row in summary["layouts"]]
     held = [
-        (f"{name} ({OPTIMIZER})" if name == "optimizer" else name, *map(say_bytes, pair))
+        (f"{name} ({OPTIMIZER})" if name == "optimizer" else name, *map(bytes_text, pair))
         for name, pair in summary["rank_bytes"].items()
     ]
     groups = [(row["axes"], f"{row['ranks']:,}", f"{row['groups']:,}") for row in summary["groups"]]

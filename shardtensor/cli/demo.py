@@ -110,9 +110,9 @@ def _launch(text: bytes, steps: int, device: str, world: int) -> Outcome | None:
         return elastic_launch(config, work)(text, steps, device)[0]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        told: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
-        trace = told.get("extraInfo", {}).get("py_callstack", "")
-        print(f"{trace}shardtensor demo: rank {rank} failed: {told['message']}", file=sys.stderr)
+        message: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
+        trace = message.get("extraInfo", {}).get("py_callstack", "")
+        print(f"{trace}shardtensor demo: rank {rank} failed: {message['message']}", file=sys.stderr)
         return None
 
 
@@ -309,7 +309,7 @@ ENOUGH_BYTES = 2_000_000
 
 
 class DemoError(Exception):
-    """The demo cannot start; the text says why."""
+    """The demo cannot start; the text is the reason."""
 
 
 def read_text(path: Path | None) -> bytes:

@@ -189,11 +189,11 @@ def transformers_model(config: Mapping[str, Any], device: str = "meta") -> Any:
     import transformers
 
     try:
-        known = transformers.AutoConfig.for_model(**config)
+        hf_config = transformers.AutoConfig.for_model(**config)
         name = next(iter(config.get("architectures") or ()), "")
         with torch.device(device):
             model_class = getattr(transformers, name, None)
-            model = model_class(known) if model_class else transformers.AutoModel.from_config(known)
+            model = model_class(hf_config) if model_class else transformers.AutoModel.from_config(hf_config)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"transformers makes no model of this configuration: {error}") from None
     return model.to(getattr(torch, dtype_of(config)))

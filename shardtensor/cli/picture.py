@@ -123,8 +123,8 @@ def picture_of(
         ('tp 1', ((1, 5), 2), '[2:4, 0:6]')
     """
     grid = layout.grid
-    known = layout.names or (tuple(names) if len(names) == len(grid) else ())
-    called = known or tuple(f"place{i}" if len(grid) > 1 else "place" for i in range(len(grid)))
+    axis_names = layout.names or (tuple(names) if len(names) == len(grid) else ())
+    labels = axis_names or tuple(f"place{i}" if len(grid) > 1 else "place" for i in range(len(grid)))
     if isinstance(layout, ListedLayout):
         cuts: tuple[tuple[int, ...], ...] = ((0,),)
     else:
@@ -134,7 +134,7 @@ def picture_of(
         cuts = (*cuts, layout.axes) if isinstance(layout, FlatLayout) else cuts
     counts = [math.prod(grid[axis] for axis in axes) for axes in cuts]
     parts = tuple(_part(layout, cuts, pieces) for pieces in product(*_runs(counts, limit)))
-    return Picture(layout, cuts, called, parts, made_of or {})
+    return Picture(layout, cuts, labels, parts, made_of or {})
 
 
 def _part(layout: Layout, cuts: Sequence[tuple[int, ...]], pieces: tuple[tuple[int, int], ...]) -> Part:

@@ -15,7 +15,7 @@ from rich.table import Table
 from shardtensor.cli.model_source import family_first, model_of, resolved_of
 from shardtensor.cost.profile import Profile, read_profile
 from shardtensor.errors import PlanError
-from shardtensor.layout.explain import say_bytes
+from shardtensor.layout.explain import bytes_text
 from shardtensor.plan.estimates.estimate import (
     Batch,
     StepSeconds,
@@ -100,15 +100,15 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
     model = model_of(head, config=config, config_source=source, safetensors=options.safetensors, module=options.module)
     batch = Batch(options.batch * options.world, _seq(options, config), options.dtype or model.dtype)
     why_not = ""
-    said: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "config": config, "world": options.world, "params": params, "batch": batch, "profile": profile,
         "memory_bytes": options.memory or profile.memory_bytes, "optimizer": options.optimizer,
     }  # fmt: skip
     try:
-        choices = search(options.plan, model, **said, trace=tracer_of(options, config))
+        choices = search(options.plan, model, **arguments, trace=tracer_of(options, config))
     except NotTraced as error:
         why_not = str(error)
-        choices = search(options.plan, model, **said)
+        choices = search(options.plan, model, **arguments)
     rows = []
     for choice in choices:
         values = ", ".join(f"{name}={str(value).lower()}" for name, value in choice.params.items())
@@ -158,7 +158,7 @@ _BYTES = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activa
 def show_plan(report: dict[str, Any]) -> None:
     """Print a plan's report."""
     console = _console()
-    _say_head(console, report)
+    _print_head(console, report)
     memory = report["memory"]
     columns = {"every rank": memory["most"]}
     if memory["most"]["total"] != memory["least"]["total"]:
@@ -168,9 +168,9 @@ def show_plan(report: dict[str, Any]) -> None:
     table = _table("bytes of a rank", "of", *columns)
     for name in _BYTES:
         if any(held[name] for held in columns.values()):
-            table.add_row(name, *(say_bytes(held[name], 2) for held in columns.values()))
+            table.add_row(name, *(bytes_text(held[name], 2) for held in columns.values()))
     console.print(table)
-    needed, room = say_bytes(memory["most"]["total"], 2), say_bytes(report["memory_bytes"], 2)
+    needed, room = bytes_text(memory["most"]["total"], 2), bytes_text(report["memory_bytes"], 2)
     if report["fits"]:
         console.print(f"fits into {room}\n", highlight=False)
     else:
@@ -185,16 +185,16 @@ def show_plan(report: dict[str, Any]) -> None:
     )
     for row in report["collectives"]:
         over = f"{row['over']}={row['group_size']}"
-        times = say_seconds(row["seconds_each"]), say_seconds(row["seconds"])
-        received = say_bytes(row["received_bytes"], 2)
+        times = seconds_text(row["seconds_each"]), seconds_text(row["seconds"])
+        received = bytes_text(row["received_bytes"], 2)
         where = row["where"] or "the model"
         table.add_row(row["phase"], row["kind"], over, f"{row['calls']:,}", received, *times, where)
     console.print(table)
     step = report["step"]
     console.print(
-        f"a step  {say_seconds(step['seconds'])} estimated: {report['flops']:.3g} FLOPs "
-        f"{say_seconds(step['compute_s'])}, beside them {say_seconds(step['beside_s'])} of collectives along data "
-        f"axes; in modules {say_seconds(step['inside_s'])}; optimizer {say_seconds(step['optimizer_s'])}",
+        f"a step  {seconds_text(step['seconds'])} estimated: {report['flops']:.3g} FLOPs "
+        f"{seconds_text(step['compute_s'])}, beside them {seconds_text(step['beside_s'])} of collectives along data "
+        f"axes; in modules {seconds_text(step['inside_s'])}; optimizer {seconds_text(step['optimizer_s'])}",
         highlight=False,
     )
     console.print(f"        {step['tokens_per_s']:,.0f} tokens a second", highlight=False)
@@ -203,42 +203,42 @@ def show_plan(report: dict[str, Any]) -> None:
 def show_search(report: dict[str, Any]) -> None:
     """Print the meshes that a search found."""
     console = _console()
-    _say_head(console, report)
+    _print_head(console, report)
     passed = [row for row in report["choices"] if not row["fault"]]
     if "not_counted" in report:
         console.print(f"the step is not counted: {report['not_counted']}", highlight=False, markup=False)
         table = _table("meshes, the fewest bytes first", "values", "mesh", "bytes")
         for row in passed:
-            table.add_row(row["values"], row["mesh"], say_bytes(row["bytes"], 2))
+            table.add_row(row["values"], row["mesh"], bytes_text(row["bytes"], 2))
     else:
         table = _table(
             "meshes, the shortest step first", "values", "mesh", "step", "tokens/s", "in modules", "beside", "bytes"
         )
         for row in passed:
             step = row["step"]
-            times = (say_seconds(step[key]) for key in ("inside_s", "beside_s"))
+            times = (seconds_text(step[key]) for key in ("inside_s", "beside_s"))
             table.add_row(
-                row["values"], row["mesh"], say_seconds(step["seconds"]), f"{step['tokens_per_s']:,.0f}", *times,
-                say_bytes(row["bytes"], 2),
+                row["values"], row["mesh"], seconds_text(step["seconds"]), f"{step['tokens_per_s']:,.0f}", *times,
+                bytes_text(row["bytes"], 2),
             )  # fmt: skip
     if table.row_count:
         console.print(table)
     else:
         console.print("no mesh passes", style="bold red")
-    refused: dict[str, list[str]] = {}
+    by_fault: dict[str, list[str]] = {}
     for row in report["choices"]:
         if row["fault"]:
-            refused.setdefault(row["fault"], []).append(row["values"])
-    for fault, values in refused.items():
+            by_fault.setdefault(row["fault"], []).append(row["values"])
+    for fault, values in by_fault.items():
         more = f" and {len(values) - 3} more" if len(values) > 3 else ""
         console.print(f"not {'; '.join(values[:3])}{more}: {fault}", style="dim", highlight=False, markup=False)
 
 
-def say_seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
     """Return a time as text with a unit.
 
     Example:
-        >>> say_seconds(0), say_seconds(0.0000123), say_seconds(0.5), say_seconds(75)
+        >>> seconds_text(0), seconds_text(0.0000123), seconds_text(0.5), seconds_text(75)
         ('-', '12.3 us', '500 ms', '75 s')
     """
     if not seconds:
@@ -253,13 +253,13 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 140)
 
 
-def _say_head(console: Console, report: dict[str, Any]) -> None:
+def _print_head(console: Console, report: dict[str, Any]) -> None:
     of = "  ".join(filter(None, (report["plan"], report["model"])))
     parts = report.get("data_ranks", 1)
-    dealt = f" ({report['batch'] // parts} on each of {parts} data ranks)" if parts > 1 else ""
+    share = f" ({report['batch'] // parts} on each of {parts} data ranks)" if parts > 1 else ""
     console.print(
         f"{of}  {report['parameters']:,} parameters on {report['world']} ranks {report.get('mesh', '')}  "
-        f"{report['batch']} x {report['seq']} tokens a step{dealt}, {report['dtype']}, {report['optimizer']}, "
+        f"{report['batch']} x {report['seq']} tokens a step{share}, {report['dtype']}, {report['optimizer']}, "
         f"{report['hardware']}\n",
         highlight=False,
         markup=False,

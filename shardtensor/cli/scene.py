@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from shardtensor.cli.picture import Picture, picture_of
-from shardtensor.layout.explain import say_bytes
+from shardtensor.layout.explain import bytes_text
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.brief import brief_names
 from shardtensor.plan.match.patterns import is_below, matches
@@ -60,7 +60,7 @@ class Shown:
         """Return as text the shard of one tensor on a rank, the axes of its copies, and its partial axes."""
         picture, layout = self.picture, self.picture.layout
         ends = sorted({min(part.least for part in picture.parts), max(part.most for part in picture.parts)})
-        sizes = " to ".join(say_bytes(n * self.item) for n in ends)
+        sizes = " to ".join(bytes_text(n * self.item) for n in ends)
         if picture.axes:
             shape = " × ".join(map(str, layout.local_shape(picture.parts[0].rank))) if len(ends) == 1 else ""
             facts = [f"a rank holds {', '.join(filter(None, (shape, sizes)))}"]

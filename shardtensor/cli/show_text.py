@@ -15,7 +15,7 @@ from rich.text import Text
 from shardtensor.cli.picture import PARTS, Picture
 from shardtensor.cli.scene import Scene, Shown, mesh_rows
 from shardtensor.layout.box import Box
-from shardtensor.layout.explain import say_bytes
+from shardtensor.layout.explain import bytes_text
 from shardtensor.spec.nodes import Spec
 
 WIDTH, HEIGHT = 16, 4
@@ -109,18 +109,18 @@ def print_scene(scene: Scene, out: Console | None = None) -> None:
     out.print()
     out.print(_mesh_map(scene))
     most = max((each.rank_bytes(each.count) for each in scene.shown), default=0)
-    told: set[str] = set()
+    printed: set[str] = set()
     for shown, *others in _alike(scene.shown):
         legend = _legend(shown.picture)
         out.print()
         grid = Table.grid(padding=(0, 2))
         grid.add_column(width=WIDTH)
         grid.add_column()
-        is_new = bool(shown.picture.axes) and legend.plain not in told
+        is_new = bool(shown.picture.axes) and legend.plain not in printed
         about = _about(shown, most, legend if is_new else None)
         grid.add_row(_map(shown), Group(*about))
         out.print(grid)
-        told.add(legend.plain)
+        printed.add(legend.plain)
         more = [f"{_where(other)} alike: {', '.join(other.folded)}" for other in others[:_OTHERS]]
         more += [f"… and so on to {_where(others[-1])}"] if len(others) > _OTHERS else []
         for line in more:
@@ -201,7 +201,7 @@ def _about(shown: Shown, most: int, legend: Text | None) -> Iterator[RenderableT
     eighths = round(8 * _BAR * size / most) if most else 0
     bar = "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
     of = f", of {shown.count} tensors" * (shown.count > 1)
-    yield Text.assemble((bar or "▏", "cornflower_blue"), f" {say_bytes(size)} a rank{of}")
+    yield Text.assemble((bar or "▏", "cornflower_blue"), f" {bytes_text(size)} a rank{of}")
 
 
 def _legend(picture: Picture) -> Text:

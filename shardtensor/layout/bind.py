@@ -109,12 +109,12 @@ def _(spec: Spec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -
     names = mesh.names
     axis_of = {name: i for i, name in enumerate(names)}
 
-    def axes(wanted: Sequence[str]) -> tuple[int, ...]:
-        unknown = next((name for name in wanted if name not in axis_of), None)
+    def axes(requested: Sequence[str]) -> tuple[int, ...]:
+        unknown = next((name for name in requested if name not in axis_of), None)
         if unknown is not None:
             fix = f"use one of {', '.join(names)}"
             raise does_not_fit("E201", f"no mesh axis is called `{unknown}`", spec, shape, fix, mesh, name=unknown)
-        return tuple(axis_of[name] for name in wanted)
+        return tuple(axis_of[name] for name in requested)
 
     cuts = dim_cuts(spec, shape, dim_names)
     dims: list[DimCut | None] = []
@@ -226,8 +226,8 @@ def _ranks(spec: ChunkShardingSpec | GridShardingSpec, mesh: Mesh) -> range | tu
                 'write the rank too, as in "rank:0/cuda:0"',
                 code="E501",
             )
-        known = mesh.ranks if isinstance(mesh.ranks, range) else set(mesh.ranks)
-        missing = next((rank for rank in ranks if rank not in known), None)
+        members = mesh.ranks if isinstance(mesh.ranks, range) else set(mesh.ranks)
+        missing = next((rank for rank in ranks if rank not in members), None)
     if missing is not None:
         raise no_such_rank(missing, mesh, spec)
     return ranks  # type: ignore[return-value]

@@ -61,12 +61,12 @@ def explain_reshard(
     print(f"{one} -> {other}   {size} {name} on {len({*before.ranks, *after.ranks})} ranks")
     steps = route(before, after)
     for step in steps:
-        print(f"  {say_step(step, item_bytes(name))}")
+        print(f"  {step_text(step, item_bytes(name))}")
     if not steps:
         print("  nothing moves: both say the same")
 
 
-def say_step(step: Step, size_bytes: int) -> str:
+def step_text(step: Step, size_bytes: int) -> str:
     """Return the text of a step with the bytes received, for elements of `size_bytes`."""
     if step.kind in ("slice", "split"):
         return f"{step.kind}   nothing is sent"
@@ -74,12 +74,12 @@ def say_step(step: Step, size_bytes: int) -> str:
     if len(ranks) > _SHOWN_RANKS:
         ranks = [*ranks[:8], *ranks[-8:]]
     counts = sorted({step.received(rank) * size_bytes for rank in ranks})
-    each = say_bytes(counts[-1]) if len(counts) == 1 else f"{say_bytes(counts[0])} to {say_bytes(counts[-1])}"
+    each = bytes_text(counts[-1]) if len(counts) == 1 else f"{bytes_text(counts[0])} to {bytes_text(counts[-1])}"
     how = f" ({step.op})" if step.op not in ("", "sum") else ""
     return f"{step.kind}{how} over {step.where}   {each} received by each rank"
 
 
-def say_bytes(count: int, digits: int = 1) -> str:
+def bytes_text(count: int, digits: int = 1) -> str:
     """Return a number of bytes as text with a unit, such as ``6.0 MiB``; exact below a KiB: ``96 B``."""
     amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while amount >= 1024 and len(units) > 1:

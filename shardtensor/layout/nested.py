@@ -37,7 +37,7 @@ class Partials:
     op: str
 
 
-Said = CutDim | Partials | None
+Axis = CutDim | Partials | None
 """The placement of one axis; None: its ranks are replicas."""
 
 Runs = tuple[Interval, ...]
@@ -45,64 +45,64 @@ Runs = tuple[Interval, ...]
 
 
 @lru_cache(maxsize=1024)
-def nested_layout(said: tuple[Said, ...], shape: Shape, mesh: Mesh, order: tuple[int, ...] | None = None) -> MeshLayout:
+def nested_layout(axes: tuple[Axis, ...], shape: Shape, mesh: Mesh, order: tuple[int, ...] | None = None) -> MeshLayout:
     """Return the layout with one placement for each axis; the axes cut in `order`, from left to right if None."""
     cuts: dict[int, list[tuple[int, int]]] = {}
-    for axis in range(len(said)) if order is None else order:
-        what = said[axis]
+    for axis in range(len(axes)) if order is None else order:
+        what = axes[axis]
         if isinstance(what, CutDim):
             cuts.setdefault(what.dim, []).append((axis, what.blocks))
     dims: list[DimCut | None] = [None] * len(shape)
     for dim, cut in cuts.items():
-        axes = [axis for axis, _ in cut]
-        order, pieces = _pieces(shape[dim], tuple(mesh.sizes[axis] for axis in axes), tuple(n for _, n in cut))
-        dims[dim] = DimCut(tuple(axes[i] for i in order), pieces)
-    partial = tuple((axis, what.op) for axis, what in enumerate(said) if isinstance(what, Partials))
+        numbers = [axis for axis, _ in cut]
+        order, pieces = _pieces(shape[dim], tuple(mesh.sizes[axis] for axis in numbers), tuple(n for _, n in cut))
+        dims[dim] = DimCut(tuple(numbers[i] for i in order), pieces)
+    partial = tuple((axis, what.op) for axis, what in enumerate(axes) if isinstance(what, Partials))
     return MeshLayout(
         shape=shape, ranks=mesh.ranks, grid=mesh.sizes, dims=tuple(dims), partial=partial, names=mesh.names
     )
 
 
 @lru_cache(maxsize=1024)
-def say_nested(layout: Layout, mesh: Mesh) -> tuple[Said, ...] | None:
+def nested_axes(layout: Layout, mesh: Mesh) -> tuple[Axis, ...] | None:
     """Return the placement of each axis of a mesh that gives a layout; None if there are none."""
     if isinstance(layout, MeshLayout) and (layout.grid, layout.ranks) == (mesh.sizes, mesh.ranks):
-        return _say_cuts(layout)
+        return _axes_of_cuts(layout)
     if not set(layout.ranks) <= set(mesh.ranks):
         return None
     choices = [None, *(CutDim(dim) for dim in range(len(layout.shape))), *(Partials(op) for _, op in layout.partial)]
-    for said in product(choices, repeat=len(mesh.sizes)):
-        found = nested_layout(said, layout.shape, mesh)
+    for axes in product(choices, repeat=len(mesh.sizes)):
+        found = nested_layout(axes, layout.shape, mesh)
         if all(_holdings(found, rank) == _holdings(layout, rank) for rank in mesh.ranks):
-            return said
+            return axes
     return None
 
 
 def nearest_nested(layout: Layout, mesh: Mesh) -> MeshLayout:
     """Return a layout with one placement for each axis in which the same axes shard the same dims, by chunks."""
-    said: list[Said] = [None if not layout.shape else CutDim(0) for _ in mesh.sizes]
+    axes: list[Axis] = [None if not layout.shape else CutDim(0) for _ in mesh.sizes]
     if isinstance(layout, MeshLayout) and (layout.grid, layout.ranks) == (mesh.sizes, mesh.ranks):
         dim_of = {axis: dim for dim, cut in enumerate(layout.dims) if cut is not None for axis in cut.axes}
         op_of = dict(layout.partial)
-        said = [
+        axes = [
             CutDim(dim_of[axis]) if axis in dim_of else Partials(op_of[axis]) if axis in op_of else None
             for axis in range(len(mesh.sizes))
         ]
-    return nested_layout(tuple(said), layout.shape, mesh)
+    return nested_layout(tuple(axes), layout.shape, mesh)
 
 
-def _say_cuts(layout: MeshLayout) -> tuple[Said, ...] | None:
-    said: list[Said] = [None] * len(layout.grid)
+def _axes_of_cuts(layout: MeshLayout) -> tuple[Axis, ...] | None:
+    axes: list[Axis] = [None] * len(layout.grid)
     for axis, op in layout.partial:
-        said[axis] = Partials(op)
+        axes[axis] = Partials(op)
     for dim, cut in enumerate(layout.dims):
         if cut is not None:
             found = _blocks(cut, layout.grid)
             if found is None:
                 return None
             for axis, blocks in found.items():
-                said[axis] = CutDim(dim, blocks)
-    return tuple(said)
+                axes[axis] = CutDim(dim, blocks)
+    return tuple(axes)
 
 
 def _blocks(cut: DimCut, grid: tuple[int, ...]) -> dict[int, int] | None:
@@ -111,13 +111,13 @@ def _blocks(cut: DimCut, grid: tuple[int, ...]) -> dict[int, int] | None:
     counts = tuple(grid[axis] for axis in axes)
     order = tuple(cut.axes.index(axis) for axis in axes)
     pieces = [_merged(run for run in cut.pieces.intervals(i) if run[0] < run[1]) for i in range(cut.pieces.count)]
-    wanted = _reordered(pieces, tuple(grid[axis] for axis in cut.axes), order)
+    expected = _reordered(pieces, tuple(grid[axis] for axis in cut.axes), order)
     fused = len(cut.pieces.blocks) if isinstance(cut.pieces, Blocked) else 1
     majors = {axis: [major for major in cut.axes[:place] if major > axis] for place, axis in enumerate(cut.axes)}
     usual = tuple(fused * math.prod(grid[major] for major in majors[axis]) for axis in axes)
     odd = product(range(1, _TRIED.get(len(axes), 1) + 1), repeat=len(axes))
     for blocks in chain((usual,), odd):
-        if _nested_slices(cut.pieces.length, counts, blocks) == wanted:
+        if _nested_slices(cut.pieces.length, counts, blocks) == expected:
             return dict(zip(axes, blocks, strict=True))
     return None
 
@@ -140,8 +140,8 @@ def _pieces(length: int, counts: tuple[int, ...], blocks: tuple[int, ...]) -> tu
     if len(counts) == 1 and blocks == (1,):
         return natural, chunked(length, counts[0])
     parts = _nested_slices(length, counts, blocks)
-    said = [(order, _as_pieces(length, _reordered(parts, counts, order))) for order in permutations(natural)]
-    return min(said, key=lambda pair: len(pair[1].blocks) if isinstance(pair[1], Blocked) else 1)
+    candidates = [(order, _as_pieces(length, _reordered(parts, counts, order))) for order in permutations(natural)]
+    return min(candidates, key=lambda pair: len(pair[1].blocks) if isinstance(pair[1], Blocked) else 1)
 
 
 def _nested_slices(length: int, counts: tuple[int, ...], blocks: tuple[int, ...]) -> list[Runs]:

@@ -181,9 +181,9 @@ def _congruent(least: int, boundary: int, unit: int) -> int | None:
     if boundary % common:
         return None
     period = unit // common
-    wanted = boundary // common * pow(ALIGNMENT // common, -1, period) % period
+    remainder = boundary // common * pow(ALIGNMENT // common, -1, period) % period
     turn = -(-least // ALIGNMENT)
-    return (turn + (wanted - turn) % period) * ALIGNMENT
+    return (turn + (remainder - turn) % period) * ALIGNMENT
 
 
 def lay_out_alone(length: int, ranks: int, unit: int = 1) -> Ranges:
@@ -275,21 +275,21 @@ class ShardPlacement:
     axis: str | None = None
 
     @classmethod
-    def of(cls, asked: Any, name: str, shape: Shape, axis: str, is_named: bool, ranks: int) -> ShardPlacement:
+    def of(cls, result: Any, name: str, shape: Shape, axis: str, is_named: bool, ranks: int) -> ShardPlacement:
         """Parse the result of `shard_placement_fn` for a parameter: None; ``flat(dp)``, ``flat(dp, unit=row)``,
         ``flat(dp, unit=16)`` or ``only(dp, 1)``, as a spec or text; or torch's ``Shard(dim)``.
 
         `axis`, `is_named` and `ranks` are the data axis, whether the mesh gave it this name, and its size.
         """
-        if asked is None:
+        if result is None:
             return ANYWHERE
-        if type(asked).__name__ == "Shard" and isinstance(getattr(asked, "dim", None), int):
-            return cls._along(asked.dim, name, shape)
-        spec = as_spec(asked)
+        if type(result).__name__ == "Shard" and isinstance(getattr(result, "dim", None), int):
+            return cls._along(result.dim, name, shape)
+        spec = as_spec(result)
         flat, only = getattr(spec, "flat_part", None), getattr(spec, "only_part", None)
         is_cut = not isinstance(spec, Spec) or spec.dims or spec.named or spec.partial_parts
         if is_cut or (flat is None) == (only is None) or (flat is not None and flat.sizes is not None):
-            raise _refusal(asked, name)
+            raise _refusal(result, name)
         axes = flat.axes if flat is not None else (only.axis,)  # type: ignore[union-attr]
         if len(axes) != 1 or (is_named and axes[0] != axis):
             raise LayoutError(
@@ -361,10 +361,10 @@ ANYWHERE = ShardPlacement()
 """Ranges end anywhere in a parameter."""
 
 
-def _refusal(asked: Any, name: str) -> LayoutError:
+def _refusal(result: Any, name: str) -> LayoutError:
     return LayoutError(
         f"shard_placement_fn says of `{name}` what fully_shard cannot do",
-        {"it returned": str(asked)},
+        {"it returned": str(result)},
         [
             "return None or flat(dp), and ranges end anywhere; flat(dp, unit=row), and rows stay whole;"
             " flat(dp, unit=16), and ranges of 16 elements do",

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
-from shardtensor.layout.explain import say_step
+from shardtensor.layout.explain import step_text
 from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.layout.route import route
 from shardtensor.rules.propagate import OperandLayout, OpSharding, fault_in, propagate, ways_out
@@ -84,7 +84,7 @@ def _named(layout: Layout, x: ShardedTensor) -> Layout:
 
 
 def _steps(source: Layout, target: Layout, size_bytes: int) -> str:
-    return "; ".join(", ".join(say_step(step, size_bytes).split("   ")) for step in route(source, target))
+    return "; ".join(", ".join(step_text(step, size_bytes).split("   ")) for step in route(source, target))
 
 
 # -- ``out=`` ----------------------------------------------------------------------------------------------------------

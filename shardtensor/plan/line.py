@@ -126,11 +126,11 @@ def pattern_place(line: Line) -> Origin | None:
 
 def name_place(line: Line) -> Origin | None:
     """Return the place of a line's name (``mask`` in ``in mask: replicate``); else that of its value."""
-    said = line.origin
-    if said is None:
+    origin = line.origin
+    if origin is None:
         return None
-    found = re.search(rf"\b({re.escape(line.name)})\s*:\s*$", said.source.text[: said.span[0]])
-    return said if found is None else Origin(said.source, found.span(1))
+    found = re.search(rf"\b({re.escape(line.name)})\s*:\s*$", origin.source.text[: origin.span[0]])
+    return origin if found is None else Origin(origin.source, found.span(1))
 
 
 _BLOCK = re.compile(r"^[ \t]*(?:optional[ \t]+)*(\S+)[ \t]*\{[ \t]*(?:#.*)?$", re.MULTILINE)

@@ -40,10 +40,10 @@ class Signature:
         return self.names.index(name)
 
     def __str__(self) -> str:
-        known = dict(self.defaults)
+        defaults = dict(self.defaults)
         return ", ".join(
             name if name in self.operands else f"*{name}" if self.spread and name == self.naming
-            else f"{name}={known.get(name, '')}"
+            else f"{name}={defaults.get(name, '')}"
             for name in self.names
         )  # fmt: skip
 

@@ -180,9 +180,9 @@ def writing(shape: Shape, at: Places, indices: tuple[Shape, ...], broad: Shape, 
     read = reading(shape, at, indices, broad)
     sizes = {letter: n for letter, n in zip(read.inputs[0], shape, strict=True)}
     sizes.update((f"i{j}", n) for j, n in enumerate(broad))
-    wanted = tuple(sizes[letter] for letter in read.output if letter is not None)
+    target = tuple(sizes[letter] for letter in read.output if letter is not None)
     whole = frozenset(f"i{j}" for j in range(len(broad)))
-    return Rule((*read.inputs, _broadcast(values, read.output, wanted)), read.inputs[0], whole)
+    return Rule((*read.inputs, _broadcast(values, read.output, target)), read.inputs[0], whole)
 
 
 def _broadcast(shape: Shape, letters: Letters, full: Shape) -> Letters:

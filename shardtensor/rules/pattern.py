@@ -3,7 +3,7 @@
 The sides between commas are operands, and words are dims:
 
 * ``k``: a dim. Operands that have the same letter must be sharded in the same way along it. If the output lacks it,
-  ``k sum`` says how to reduce the ranks' results.
+  ``k sum`` is the reduction of the ranks' results.
 * ``...``: any number of dims, broadcast as in torch. ``i...``: any number, with equal sizes in all sides.
 * ``[k]``: the dims that the call selects (its ``dim``), at any position; if the output lacks them, they have size 1
   there under ``keepdim=True``.
@@ -137,8 +137,8 @@ def _bind(pattern: Pattern, shapes: tuple[Shape | None, ...], dims: tuple[int, .
     if inputs is None:
         return None
     output, made = binding.output(pattern, keepdim)
-    lost = {letter for letters in inputs for letter in letters if letter is not None} - set(output)
-    combine = ((letter, pattern.combiner_of(letter) or "none") for letter in sorted(lost - binding.whole))
+    reduced = {letter for letters in inputs for letter in letters if letter is not None} - set(output)
+    combine = ((letter, pattern.combiner_of(letter) or "none") for letter in sorted(reduced - binding.whole))
     return Rule(
         inputs,
         output,
@@ -345,7 +345,7 @@ def _read_combine(text: str, file: str) -> tuple[tuple[str, str], ...]:
 
 
 def _check(source: Source, pattern: Pattern, spans: list[Spans], out_spans: Spans) -> None:
-    known: dict[str, tuple[int, int]] = {}
+    seen: dict[str, tuple[int, int]] = {}
     whole = {term.letter for side in pattern.sides for term in side.terms if term.whole}
     for side, side_spans in zip(pattern.sides, spans, strict=True):
         several = 0
@@ -359,11 +359,11 @@ def _check(source: Source, pattern: Pattern, spans: list[Spans], out_spans: Span
             if term.letter in here:
                 raise source.error("E605", span, f"`{term.letter}` stands twice in one operand")
             here.add(term.letter)
-            known.setdefault(term.letter, span)
+            seen.setdefault(term.letter, span)
     kept = set()
     for term, span in zip(pattern.output.terms, out_spans, strict=True):
-        if term.letter not in known and not term.new:
-            near = nearest(term.letter, known)
+        if term.letter not in seen and not term.new:
+            near = nearest(term.letter, seen)
             raise source.error(
                 "E606",
                 span,
@@ -372,7 +372,7 @@ def _check(source: Source, pattern: Pattern, spans: list[Spans], out_spans: Span
             )
         if not term.new:
             kept.add(term.letter)
-    for letter, span in known.items():
+    for letter, span in seen.items():
         if letter not in kept and letter not in whole and pattern.combiner_of(letter) is None:
             raise source.error(
                 "E603",
@@ -383,10 +383,10 @@ def _check(source: Source, pattern: Pattern, spans: list[Spans], out_spans: Span
                 f"or `!{letter or '...'}`, which must be whole",
             )
     for letter, _ in pattern.combine:
-        if letter not in known:
+        if letter not in seen:
             raise source.error(
                 "E606",
                 (0, len(source.text)),
                 f"no operand has `{letter}`, for which a combiner is given",
-                fix=nearest(letter, known),
+                fix=nearest(letter, seen),
             )

@@ -201,15 +201,15 @@ def cost(
     """Return the bytes that a rank receives if letters are cut as `chosen`; it may stop counting at `enough`."""
     itemsizes = itemsizes or (1,) * len(operands)
     total = 0
-    lost = [axis for letter, cut in chosen.items() if letter not in rule.output for axis in cut.axes]
-    if lost:
+    reduced = [axis for letter, cut in chosen.items() if letter not in rule.output for axis in cut.axes]
+    if reduced:
         part = 1
         sizes = _sizes(rule, operands)
         for letter in rule.output:
             cut = chosen.get(letter) if letter is not None else None
             size = 1 if letter is None else sizes[letter]
             part *= size if cut is None else -(-size // cut.pieces.count)
-        count = math.prod(base.grid[axis] for axis in lost)
+        count = math.prod(base.grid[axis] for axis in reduced)
         total = max(itemsizes) * (2 * (count - 1) * part // count)  # of the all-reduce, by a ring
     for letters, operand, itemsize in zip(rule.inputs, operands, itemsizes, strict=True):
         if enough is not None and total >= enough:
@@ -302,7 +302,7 @@ def follow(layout: MeshLayout, shape: Shape) -> MeshLayout:
     return with_dims(layout, tuple(shape), dims)
 
 
-# -- what errors say of operands that do not match ---------------------------------------------------------------------
+# -- errors for operands that do not match ----------------------------------------------------------------------------
 
 WAYS = 3
 """The largest number of fixes that a message shows."""
@@ -339,14 +339,14 @@ def fault_in(rule: Rule, operands: Sequence[Layout | Shape], names: Sequence[str
                 return f"{_axes(operand, cut)} splits a dim of the {name} that is broadcast"
             if letter in rule.whole:
                 return f"{_axes(operand, cut)} splits {letter} in the {name}, which must be whole"
-            for first, known, other_cut in seen:
-                if known == letter and cut.axes != other_cut.axes:
+            for first, other_letter, other_cut in seen:
+                if other_letter == letter and cut.axes != other_cut.axes:
                     one, two = _axes(base, other_cut), _axes(base, cut)
                     return f"{letter} is split by {one} in the {first} but by {two} in the {name}"
-                if known == letter and cut != other_cut:
+                if other_letter == letter and cut != other_cut:
                     return f"{_axes(base, cut)} splits {letter} at other places in the {first} than in the {name}"
-                if known != letter and not set(cut.axes).isdisjoint(other_cut.axes):
-                    return f"{_axes(base, cut)} splits {known} in the {first} but {letter} in the {name}"
+                if other_letter != letter and not set(cut.axes).isdisjoint(other_cut.axes):
+                    return f"{_axes(base, cut)} splits {other_letter} in the {first} but {letter} in the {name}"
             seen.append((name, letter, cut))
     return "the operands must be redistributed"
 

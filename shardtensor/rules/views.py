@@ -71,20 +71,20 @@ def reshaped(layout: MeshLayout, shape: Shape) -> MeshLayout | None:
     i = j = 0
     while i < len(before) or j < len(shape):
         first, after = i, j
-        have, want = 1, 1
+        old, new = 1, 1
         if i < len(before):
-            have, i = before[i], i + 1
+            old, i = before[i], i + 1
         if j < len(shape):
-            want, j = shape[j], j + 1
-        while have != want:
-            if have < want:
+            new, j = shape[j], j + 1
+        while old != new:
+            if old < new:
                 if i == len(before):
                     return None
-                have, i = have * before[i], i + 1
+                old, i = old * before[i], i + 1
             else:
                 if j == len(shape):
                     return None
-                want, j = want * shape[j], j + 1
+                new, j = new * shape[j], j + 1
         group = _regroup(before[first:i], dims[first:i], shape[after:j])
         if group is None:
             return None

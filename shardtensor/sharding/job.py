@@ -119,7 +119,7 @@ class ShardingJob:
         found |= {"on the meta device": _listed(name for name, tensor in named if tensor.is_meta)}
         found |= {path: type(sharder).__qualname__ for path, sharder in self.rules.sharders}
         for path, stated in self.flows.modules.stated.items() if self.flows is not None else ():
-            found |= {f"{side} of {path or 'the module'}": str(flow) for side, flow in stated.said.items()}
+            found |= {f"{side} of {path or 'the module'}": str(flow) for side, flow in stated.written.items()}
         found |= {f"local {c.name} of {c.path or 'the module'}": f"{c.spec} of {c.value}" for c in self.counts}
         found |= {f"use {i} of {path or 'the module'}": str(hook) for i, (path, hook) in enumerate(self.hooks)}
         found |= {f"output of {path or 'the module'}": str(spec) for path, spec in self.rules.outputs}

@@ -198,10 +198,10 @@ def module_changes(
             except PlanError as error:
                 fault, *facts = str(error).splitlines()
                 raise PlanError("\n".join([f"{path or type(module).__name__}: {fault}", *facts])) from None
-        elif stated.get(first, StatedFlows()).said != flow.said:  # one module under two names
+        elif stated.get(first, StatedFlows()).written != flow.written:  # one module under two names
             raise PlanError(
                 f"{first} and {path} are one module, and the plan has different flows for them",
-                {first: _text(stated.get(first, StatedFlows()).said), path: _text(flow.said)},
+                {first: _text(stated.get(first, StatedFlows()).written), path: _text(flow.written)},
                 "give both the same",
             )
     return found
@@ -215,7 +215,7 @@ def _module_change(path: str, module: nn.Module, flows: Flows, sharded: frozense
         return ModuleChange(path, module, _layer_flow(module, known, work, binder, rank), sharded)
     if sharded and not stated.passing.uses:  # a hook may make it work on plain slices of its parameters
         stated = _of_sharded(stated)
-    return _container(path, module, stated, flows.meetings.partials.get(path, ()), binder, bool(sharded))
+    return _container(path, module, stated, flows.sums.partials.get(path, ()), binder, bool(sharded))
 
 
 def _text(flows: Mapping[str, Flow]) -> str:

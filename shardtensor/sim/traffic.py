@@ -13,7 +13,7 @@ from shardtensor.comm import process_group
 from shardtensor.comm.call_site import call_site
 from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.errors import LayoutError
-from shardtensor.layout.explain import say_bytes
+from shardtensor.layout.explain import bytes_text
 from shardtensor.mesh import Mesh, Ranks, name_group, read_mesh
 from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.world import ProcessState
@@ -59,7 +59,7 @@ class Traffic:
         return sum(line.received_bytes for line in self.lines)
 
     def __str__(self) -> str:
-        total = ("total", "", str(self.calls), say_bytes(self.sent_bytes, 2), say_bytes(self.received_bytes, 2), "")
+        total = ("total", "", str(self.calls), bytes_text(self.sent_bytes, 2), bytes_text(self.received_bytes, 2), "")
         head = ("collective", "over", "calls", "sent", "received", "from")
         rows = [head, *(_cells(line) for line in self.lines), total]
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -158,5 +158,5 @@ class _Tally:
 
 
 def _cells(line: Line) -> tuple[str, ...]:
-    sizes = say_bytes(line.sent_bytes, 2), say_bytes(line.received_bytes, 2)
+    sizes = bytes_text(line.sent_bytes, 2), bytes_text(line.received_bytes, 2)
     return line.collective, line.group, str(line.calls), *sizes, line.site

@@ -24,8 +24,8 @@ def whole_number(value: Any, what: str, least: int) -> int:
     except TypeError:
         raise SpecError(f"{what} needs to be a whole number, found {value!r}", code="E102") from None
     if not least <= number <= MAX_NUMBER:
-        wanted = f"at least {least}" if number < least else f"at most {MAX_NUMBER}"
-        raise SpecError(f"{what} needs to be {wanted}, found {_short(number)}", code="E102")
+        bound = f"at least {least}" if number < least else f"at most {MAX_NUMBER}"
+        raise SpecError(f"{what} needs to be {bound}, found {_short(number)}", code="E102")
     return number
 
 
@@ -183,7 +183,7 @@ class Partial:
     op: str = attrs.field(default="sum")
 
     @op.validator
-    def _known(self, _: Any, op: object) -> None:
+    def _check_op(self, _: Any, op: object) -> None:
         if op not in REDUCTIONS:
             raise SpecError(f"no reduction is called {op!r}", fix=_REDUCTION_FIX, code="E102")
 

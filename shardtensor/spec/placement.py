@@ -381,8 +381,8 @@ def _steps(run: Run, place: Placement) -> tuple[int, int] | None:
     if (place.rank_ or 0) >= 10**18:  # more digits than a range may have
         return None
     steps = ((place.rank_ or 0) - (last.rank_ or 0), (place.device_index or 0) - (last.device_index or 0))
-    wanted = {(run.rank_step, run.index_step)} if run.count > 1 else {(1, 0), (0, 1), (1, 1)}
-    return steps if steps in wanted else None
+    allowed = {(run.rank_step, run.index_step)} if run.count > 1 else {(1, 0), (0, 1), (1, 1)}
+    return steps if steps in allowed else None
 
 
 def _ranks(runs: tuple[Run, ...]) -> Sequence[int | None]:

@@ -69,7 +69,7 @@ STANDS = {
     "suffix": "stands after the square brackets",
 }
 
-WANTED = {
+KIND_TEXTS = {
     "number": "a number",
     "number or row": "a number or `row`",
     "numbers": "numbers in round brackets, as in `(5, 3)` or `(5,)`",
@@ -250,8 +250,8 @@ class Reader:
         missing = [name for name in names[: word.required] if name not in values]
         if missing or values.get("") == []:
             what = f"`{missing[0]}`" if missing and len(names) > 1 else "arguments"
-            is_known = word.place not in ("style", "function")  # the usage of others has names of parameters in it
-            fix = f"write `{word.usage}`" if is_known else as_in(word)
+            is_built_in = word.place not in ("style", "function")  # the usage of others has names of parameters in it
+            fix = f"write `{word.usage}`" if is_built_in else as_in(word)
             raise self.fault("E102", call, f"`{word.name}` needs {what}", fix=fix)
         return values
 
@@ -278,7 +278,7 @@ class Reader:
         if kind == data == "box":
             return self.box(node)
         fix = f"write `({self.number(node)},)`" if (kind, data) == ("numbers", "number") else as_in(word)
-        raise self.fault("E102", node, f"`{word.name}` needs {WANTED[kind]} here", fix=fix)
+        raise self.fault("E102", node, f"`{word.name}` needs {KIND_TEXTS[kind]} here", fix=fix)
 
     def number(self, node: Node) -> int:
         return self.digits(node) if isinstance(node, Token) else -self.digits(node.children[-1])

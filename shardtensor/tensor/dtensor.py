@@ -19,9 +19,9 @@ from shardtensor.comm.process_group import as_group, device_mesh_of
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import Layout, MeshLayout, same_boxes
-from shardtensor.layout.nested import nested_layout, say_nested
+from shardtensor.layout.nested import nested_axes, nested_layout
 from shardtensor.mesh import Mesh
-from shardtensor.plan.interop.dtensor import as_mesh, cannot_be_said, make_placements, read_placements
+from shardtensor.plan.interop.dtensor import as_mesh, make_placements, no_placements_error, read_placements
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.placing import enumerated, mesh_of, spec_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
@@ -67,8 +67,8 @@ def from_dtensor(dtensor: Any) -> ShardedTensor:
         raise TypeError(f"from_dtensor takes a DTensor, this is a {type(dtensor).__name__}")
     device_mesh = dtensor.device_mesh
     mesh = _mesh(device_mesh)
-    said = read_placements(dtensor.placements, dtensor.shape)
-    layout = nested_layout(said, tuple(dtensor.shape), mesh, _order(dtensor))
+    axes = read_placements(dtensor.placements, dtensor.shape)
+    layout = nested_layout(axes, tuple(dtensor.shape), mesh, _order(dtensor))
     group = as_group(device_mesh)
     local = _FromDTensor.apply(dtensor, _gradient_scale(layout))
     if group.index < 0:
@@ -93,17 +93,17 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: Any = None) -> Any:
         device_mesh = _mesh_for(tensor)
     mesh = _mesh(device_mesh)
     layout = tensor._layout
-    said = say_nested(layout, mesh)
-    if said is None:
-        raise _cannot_be_said(tensor, mesh)
+    axes = nested_axes(layout, mesh)
+    if axes is None:
+        raise _no_placements_error(tensor, mesh)
     local = tensor._local
     if not isinstance(layout, MeshLayout):  # its boxes are DTensor's, but its local tensor may be flat
-        local = local.view(nested_layout(said, layout.shape, mesh).local_shape(tensor._group.rank))
+        local = local.view(nested_layout(axes, layout.shape, mesh).local_shape(tensor._group.rank))
     odd = next((op for _, op in layout.partial if op in ("max", "min")), None)
     if odd is not None and local.requires_grad and torch.is_grad_enabled():
         raise RuleError(f"a partial {odd} has no gradient", {"layout": str(layout)}, "reduce it under torch.no_grad()")
     return _ToDTensor.apply(
-        local, device_mesh, make_placements(said), torch.Size(layout.shape), _gradient_scale(layout)
+        local, device_mesh, make_placements(axes), torch.Size(layout.shape), _gradient_scale(layout)
     )
 
 
@@ -237,7 +237,7 @@ def _reduced(placements: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
 
 
-def _cannot_be_said(tensor: ShardedTensor, mesh: Mesh) -> LayoutError:
+def _no_placements_error(tensor: ShardedTensor, mesh: Mesh) -> LayoutError:
     layout = tensor._layout
     facts = {"tensor": str(tensor.sharding_spec()), "shape": " x ".join(map(str, layout.shape)), "mesh": str(mesh)}
     if set(layout.ranks) != set(mesh.ranks):
@@ -245,7 +245,7 @@ def _cannot_be_said(tensor: ShardedTensor, mesh: Mesh) -> LayoutError:
         return LayoutError(
             "the mesh has other ranks than the tensor", facts, "pass the DeviceMesh of the ranks that hold the tensor"
         )
-    return cannot_be_said(layout, mesh, facts, 'tensor.reshard("{}").to_dtensor(mesh) is the nearest that it can')
+    return no_placements_error(layout, mesh, facts, 'tensor.reshard("{}").to_dtensor(mesh) is the nearest that it can')
 
 
 ShardedTensor.to_dtensor = to_dtensor

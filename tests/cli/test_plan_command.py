@@ -14,7 +14,7 @@ from plan.configs import LLAMA_405B, SMALL
 from plan.recorded_models import config_path
 
 from shardtensor.cli.main import main
-from shardtensor.cli.plan_report import say_seconds
+from shardtensor.cli.plan_report import seconds_text
 from shardtensor.cost.profile import read_profile
 
 
@@ -221,7 +221,7 @@ def test_bytes_of_405b_on_16384_ranks_take_less_than_two_seconds_and_no_torch(co
 
 
 def test_times_are_told_in_units():
-    assert [say_seconds(s) for s in (0, 3e-6, 0.02, 2.5)] == ["-", "3 us", "20 ms", "2.5 s"]
+    assert [seconds_text(s) for s in (0, 3e-6, 0.02, 2.5)] == ["-", "3 us", "20 ms", "2.5 s"]
 
 
 def test_a_plan_that_does_not_fit_says_so(config, capsys):

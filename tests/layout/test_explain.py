@@ -8,7 +8,7 @@ import pytest
 
 from shardtensor.errors import LayoutError
 from shardtensor.layout.bind import bind
-from shardtensor.layout.explain import explain_reshard, item_bytes, say_bytes
+from shardtensor.layout.explain import bytes_text, explain_reshard, item_bytes
 from shardtensor.mesh import Mesh
 from shardtensor.spec.nodes import Spec
 
@@ -51,9 +51,9 @@ def test_what_is_missing_is_named():
 
 
 def test_bytes_are_read_by_people():
-    said = [say_bytes(n) for n in (0, 1023, 1024, 1536, 1 << 20, 5 << 30, 3 << 40, 2048 << 40)]
+    said = [bytes_text(n) for n in (0, 1023, 1024, 1536, 1 << 20, 5 << 30, 3 << 40, 2048 << 40)]
     assert said == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "5.0 GiB", "3.0 TiB", "2048.0 TiB"]
-    assert say_bytes(1536, digits=2) == "1.50 KiB"
+    assert bytes_text(1536, digits=2) == "1.50 KiB"
     assert [item_bytes(name) for name in ("float64", "int8", "complex128", "bool")] == [8, 1, 16, 1]
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from shardtensor.layout.bind import bind
-from shardtensor.layout.nested import CutDim, Partials, nearest_nested, nested_layout, say_nested
+from shardtensor.layout.nested import CutDim, Partials, nearest_nested, nested_axes, nested_layout
 from shardtensor.mesh import Mesh
 from shardtensor.spec.parse import parse_spec
 
@@ -55,7 +55,7 @@ def test_what_is_said_can_be_said_again(sizes):
     choices = [None, *(CutDim(0, blocks) for blocks in (1, 2, 3)[: 4 - len(sizes)])]
     for said, length in product(product(choices, repeat=len(sizes)), LENGTHS):
         layout = nested_layout(said, (length,), mesh)
-        again = say_nested(layout, mesh)
+        again = nested_axes(layout, mesh)
         assert again is not None, (said, length)
         assert [what is None for what in again] == [what is None for what in said]
         back = nested_layout(again, (length,), mesh)
@@ -83,31 +83,31 @@ def test_what_is_said_can_be_said_again(sizes):
 )
 def test_which_specs_can_be_said(text, shape, said):
     mesh = Mesh((("dp", 2), ("tp", 3)))
-    assert say_nested(bind(parse_spec(text), shape, mesh), mesh) == said
+    assert nested_axes(bind(parse_spec(text), shape, mesh), mesh) == said
 
 
 def test_device_forms_fit_any_mesh_of_their_ranks():
     chunks = bind(parse_spec('chunk(dim=0, placements=["rank:0-3/cpu"])'), (7, 2), Mesh((("*", 4),)))
-    assert say_nested(chunks, Mesh((("x", 4),))) == (CutDim(0),)
-    assert say_nested(chunks, Mesh((("x", 2), ("y", 2)))) == (CutDim(0), CutDim(0))  # 4, 3 and then 2, 2, 2, 1
+    assert nested_axes(chunks, Mesh((("x", 4),))) == (CutDim(0),)
+    assert nested_axes(chunks, Mesh((("x", 2), ("y", 2)))) == (CutDim(0), CutDim(0))  # 4, 3 and then 2, 2, 2, 1
     grid = bind(parse_spec('grid(splits=(2, 2), placements=["rank:0-3/cpu"])'), (4, 4), Mesh((("*", 4),)))
-    assert say_nested(grid, Mesh((("x", 2), ("y", 2)))) == (CutDim(0), CutDim(1))
-    assert say_nested(grid, Mesh((("x", 4),))) is None
+    assert nested_axes(grid, Mesh((("x", 2), ("y", 2)))) == (CutDim(0), CutDim(1))
+    assert nested_axes(grid, Mesh((("x", 4),))) is None
     rows = bind(parse_spec('chunk(dim=1, placements=["rank:1/cpu", "rank:0/cpu"])'), (2, 4), Mesh((("*", 2),)))
-    assert say_nested(rows, Mesh((("x", 2),))) is None  # of other ranks in that order
+    assert nested_axes(rows, Mesh((("x", 2),))) is None  # of other ranks in that order
 
 
 def test_axes_are_split_and_joined():
     fine, coarse = Mesh((("a", 2), ("b", 1), ("c", 3))), Mesh((("x", 6),))
     said = nested_layout((CutDim(0), None, CutDim(0)), (12,), fine)
-    assert say_nested(said, coarse) == (CutDim(0),)
-    assert say_nested(nested_layout((CutDim(0),), (12,), coarse), fine) == (CutDim(0), None, CutDim(0))
-    assert say_nested(nested_layout((CutDim(0), None, None), (12,), fine), coarse) is None
-    assert say_nested(nested_layout((Partials("sum"), None, CutDim(0)), (12,), fine), coarse) is None
+    assert nested_axes(said, coarse) == (CutDim(0),)
+    assert nested_axes(nested_layout((CutDim(0),), (12,), coarse), fine) == (CutDim(0), None, CutDim(0))
+    assert nested_axes(nested_layout((CutDim(0), None, None), (12,), fine), coarse) is None
+    assert nested_axes(nested_layout((Partials("sum"), None, CutDim(0)), (12,), fine), coarse) is None
     summed = nested_layout((Partials("sum"),), (12,), coarse)
-    assert say_nested(summed, fine) == (Partials("sum"), None, Partials("sum"))
+    assert nested_axes(summed, fine) == (Partials("sum"), None, Partials("sum"))
     grid = nested_layout((CutDim(0), CutDim(1)), (4, 6), Mesh((("a", 2), ("b", 3))))
-    assert say_nested(grid, Mesh((("a", 3), ("b", 2)))) is None
+    assert nested_axes(grid, Mesh((("a", 3), ("b", 2)))) is None
 
 
 def test_the_nearest_keeps_the_axes():
@@ -121,4 +121,4 @@ def test_the_nearest_keeps_the_axes():
 def test_where_a_rank_without_elements_starts_means_nothing():
     mesh = grid_of((2,))
     layout = bind(parse_spec('enum([0:1] @ "rank:0/cpu", [0:0] @ "rank:1/cpu")'), (1,), mesh)
-    assert say_nested(layout, mesh) == (CutDim(0),)
+    assert nested_axes(layout, mesh) == (CutDim(0),)

@@ -115,8 +115,8 @@ def test_parameters_of_grouped_attention_are_summed_as_the_design_says(sp):
 @pytest.mark.parametrize("sp", [False, True])
 def test_all_that_meets_at_the_in_of_grouped_attention_are_partials_along_tp(sp):
     flows = flows_of(resolve(load_plan(PLAN, world=4, sp=sp), ATTENTION))
-    assert set(flows.meetings.partials["attn"]) == set(TP)
-    assert [layer.path for layer in flows.meetings.served["attn"]] == ["attn.q", "attn.k"]
+    assert set(flows.sums.partials["attn"]) == set(TP)
+    assert [layer.path for layer in flows.sums.served["attn"]] == ["attn.q", "attn.k"]
     assert set(flows.works["head"].partials) == set(TP), "the head sums at its own `in`"
 
 

@@ -32,7 +32,7 @@ REGISTERED = """
 
 def test_every_registered_word_is_known():
     assert set(REGISTERED) == {
-        word for words in (TP_WORDS, EP_WORDS) for word, said in words.items() if said.refused is None
+        word for words in (TP_WORDS, EP_WORDS) for word, said in words.items() if said.no_translation is None
     }
     assert {word for row in RECORDED for plan in ("tp", "ep") for word in row.get(plan, {}).values()} <= set(REGISTERED)
 

@@ -252,7 +252,7 @@ optional experts.<ep> {
 def test_a_flow_reads_back(text):
     flow = read_flow(text)
     assert read_flow(str(flow)) == flow
-    assert flow.says_grad == ("grad" in text)
+    assert flow.declares_grad == ("grad" in text)
 
 
 def test_load_plan_takes_what_configs_come_as(tmp_path):

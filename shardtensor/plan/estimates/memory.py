@@ -193,7 +193,7 @@ def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw") -> PlanBytes:
         for axis, each in along.items():
             places.setdefault(axis, set()).update(each)
     union = sorted(places)
-    known: dict[tuple[int, tuple[int, ...]], RankBytes] = {}
+    cached: dict[tuple[int, tuple[int, ...]], RankBytes] = {}
     least = most = None
     for place in product(*(sorted(places[axis]) for axis in union)):
         at = dict(zip(union, place, strict=True))
@@ -201,9 +201,9 @@ def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw") -> PlanBytes:
         here = same
         for i, (load, times, axes) in enumerate(differing):
             key = (i, tuple(at[axis] for axis in axes))
-            if key not in known:
-                known[key] = load.on(rank, mesh, states)
-            here = here.plus(known[key], times)
+            if key not in cached:
+                cached[key] = load.on(rank, mesh, states)
+            here = here.plus(cached[key], times)
         if least is None or here.total < least[0].total:
             least = here, rank
         if most is None or here.total > most[0].total:

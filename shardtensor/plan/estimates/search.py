@@ -12,7 +12,7 @@ import attrs
 
 from shardtensor.cost.profile import Profile
 from shardtensor.errors import PlanError, SpecError
-from shardtensor.layout.explain import say_bytes
+from shardtensor.layout.explain import bytes_text
 from shardtensor.plan.estimates.estimate import Batch, StepSeconds, TracedStep, data_ranks, step_seconds
 from shardtensor.plan.estimates.memory import RankBytes, plan_bytes
 from shardtensor.plan.match.resolve import resolve
@@ -104,7 +104,7 @@ def search(
 def _fitting(choice: Choice, memory_bytes: int) -> Choice:
     if choice.bytes <= memory_bytes:
         return choice
-    return attrs.evolve(choice, fault=f"needs {say_bytes(choice.bytes)} of {say_bytes(memory_bytes)}")
+    return attrs.evolve(choice, fault=f"needs {bytes_text(choice.bytes)} of {bytes_text(memory_bytes)}")
 
 
 def candidates(
@@ -117,10 +117,10 @@ def candidates(
     """
     found = _tried(path, config, world, params)
     if not found:
-        known = _params(_head(path, config, world, params))
+        names = _params(_head(path, config, world, params))
         raise PlanError(
             "the plan has no parameter that changes its mesh",
-            {"parameters": ", ".join(known) or "none"},
+            {"parameters": ", ".join(names) or "none"},
             "write `param tp = 8` and use it in `mesh`; values given by --set stay as they are",
         )
     return found

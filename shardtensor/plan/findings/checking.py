@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardtensor.layout.explain import say_bytes
+from shardtensor.layout.explain import bytes_text
 from shardtensor.layout.layout import FlatLayout, Layout, MeshLayout
 from shardtensor.layout.pieces import Pieces
 from shardtensor.plan.estimates.memory import plan_bytes
@@ -125,10 +125,10 @@ def _unequal(resolved: Resolved, own: Sequence[Placed]) -> Iterator[Finding]:
     unequal = sorted((part for part in parts.values() if part[0] > 0), reverse=True)
     yield Finding(
         "W305", f"some ranks hold {more}", mesh_place(resolved.plan),
-        f"rank {held.most_rank} holds {say_bytes(most)} of parameters and buffers, "
-        f"rank {held.least_rank} {say_bytes(least)}",
+        f"rank {held.most_rank} holds {bytes_text(most)} of parameters and buffers, "
+        f"rank {held.least_rank} {bytes_text(least)}",
         "cut the large tensors evenly, or over other axes",
-        tuple(f"{say_bytes(size)} more of {', '.join(brief_names(names))}" for size, names in unequal[:3]),
+        tuple(f"{bytes_text(size)} more of {', '.join(brief_names(names))}" for size, names in unequal[:3]),
     )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def _large_copies(plan: Plan, own: Sequence[Placed]) -> Iterator[Finding]:
         if placed.stored is None and placed.layout.is_replicated and size > LARGE * total:
             fault = f"a large tensor is kept whole on every rank: {100 * size / total:.1f} % of all bytes"
             fix = "cut it over an axis, or keep it flat with `store`"
-            yield _of(placed, "W306", fault, f", {say_bytes(size)}", fix, at_unmatched)
+            yield _of(placed, "W306", fault, f", {bytes_text(size)}", fix, at_unmatched)
 
 
 def _padding(placed: Placed) -> Iterator[Finding]:
@@ -150,5 +150,5 @@ def _padding(placed: Placed) -> Iterator[Finding]:
         rows = pieces.size(0) * pieces.count - pieces.length
         if isinstance(cut, Cut) and cut.pad is not None and rows > 0:
             size = rows * (info.numel // max(info.shape[dim], 1)) * BYTES[info.dtype]
-            fault = f"{rows} rows of padding, {say_bytes(size)}, for {pieces.count} equal pieces of {pieces.size(0)}"
+            fault = f"{rows} rows of padding, {bytes_text(size)}, for {pieces.count} equal pieces of {pieces.size(0)}"
             yield _of(placed, "N002", fault, f"; dim {dim} is cut as if it were {pieces.size(0) * pieces.count}")

@@ -32,10 +32,10 @@ def github_report(findings: Iterable[Finding]) -> str:
     """
     commands = []
     for finding in findings:
-        said = fields(finding)
+        values = fields(finding)
         kind = {"error": "error", "warning": "warning", "note": "notice"}[finding.severity]
-        where = {key: said[key] for key in ("file", "line", "col") if said[key]}
-        where |= {"endColumn": said["end_col"]} if said["end_col"] and said["end_line"] == said["line"] else {}
+        where = {key: values[key] for key in ("file", "line", "col") if values[key]}
+        where |= {"endColumn": values["end_col"]} if values["end_col"] and values["end_line"] == values["line"] else {}
         where["title"] = finding.code
         options = (f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}" for key, value in where.items())
         text = _escaped("\n".join([finding.fault, *finding.rows]))
@@ -55,9 +55,9 @@ def fields(finding: Finding) -> dict[str, Any]:
         end = attrs.evolve(origin, span=origin.span[1:] * 2)
         places = (origin.source.file, origin.line, origin.col, end.line, end.col)
         where = dict(zip(where, places, strict=True))
-    said = {key: getattr(finding, key) for key in ("fault", "why", "fix")}
+    texts = {key: getattr(finding, key) for key in ("fault", "why", "fix")}
     lists = {"notes": list(finding.notes), "tensor": finding.tensor}
-    return {"code": finding.code, "severity": finding.severity, **where, **said, **lists}
+    return {"code": finding.code, "severity": finding.severity, **where, **texts, **lists}
 
 
 _ABOVE_LAYERS = re.compile(r"^(?:.*?\.)?\d+\.")

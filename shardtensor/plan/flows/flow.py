@@ -29,18 +29,18 @@ class Flow:
         before: its layout left of the arrow.
         after: its layout right of the arrow.
         partials: axes along which the flow declares the gradient from the right to be a partial sum.
-        says_grad: whether the flow declares its gradient, also as one without partial sums (``grad replicate``).
+        declares_grad: whether the flow declares its gradient, also as one without partial sums (``grad replicate``).
     """
 
     before: Spec
     after: Spec
     partials: Axes = ()
-    says_grad: bool = attrs.field(default=attrs.Factory(lambda self: bool(self.partials), takes_self=True))
+    declares_grad: bool = attrs.field(default=attrs.Factory(lambda self: bool(self.partials), takes_self=True))
 
     def __str__(self) -> str:
         arrow = str(self.before) if self.before == self.after else f"{self.before} -> {self.after}"
         grad = f"partial({'*'.join(self.partials)})" if self.partials else "replicate"
-        return f"{arrow} grad {grad}" if self.says_grad else arrow
+        return f"{arrow} grad {grad}" if self.declares_grad else arrow
 
 
 def read_flow(flow: Flow | Spec | str) -> Flow:

@@ -47,7 +47,7 @@ class Flows:
     is_whole: bool = True
 
     @cached_property
-    def meetings(self) -> Sums:
+    def sums(self) -> Sums:
         """The layers that each `in` serves, and the axes that it sums along."""
         return Sums(self.modules, self.contradictions)
 
@@ -60,9 +60,9 @@ class Flows:
         """Yield E401 to E404, and E206 for blocks that are sharded as one."""
         for path, contradiction in self.contradictions.items():
             yield _finding(self.modules.layers[path], contradiction)
-        yield from _containers(self.modules, self.meetings)
+        yield from _containers(self.modules, self.sums)
         to_hooks = {*self.takers.to_hooks, *self.takers.logits}
-        yield from self.meetings.findings(to_hooks, self.is_whole)
+        yield from self.sums.findings(to_hooks, self.is_whole)
         yield from self.takers.findings()
         yield from expert_findings(self.modules, self.is_whole)
         yield from fused_findings(self.modules)
@@ -121,13 +121,13 @@ def _works_on_shards(path: str, modules: Modules) -> bool:
     return is_cut and not modules.stated[path].passing.uses
 
 
-def _containers(modules: Modules, meetings: Sums) -> list[Finding]:
+def _containers(modules: Modules, sums: Sums) -> list[Finding]:
     """Return findings for flows of unknown modules whose left layout cannot become the right one."""
     findings = []
     for path, stated in modules.stated.items():
         if path in modules.layers:
             continue
-        sides = [("in", name, flow, meetings.partials.get(path, ())) for name, flow in stated.ins.items()]
+        sides = [("in", name, flow, sums.partials.get(path, ())) for name, flow in stated.ins.items()]
         sides += [("out", name, flow, ()) for name, flow in stated.outs.items()]
         for side, name, flow, partials in sides:
             line = stated.line(side, name)
@@ -168,7 +168,7 @@ def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding
         for hook, line in stated.passing.uses:
             if hook.name == "dispatch" and hook.args:
                 names = (hook.args[0],) if isinstance(hook.args[0], str) else tuple(hook.args[0])
-                axes = modules.leaves(name for said in names for name in said.split("*"))
+                axes = modules.leaves(name for product in names for name in product.split("*"))
                 experts = f"{path}.experts".lstrip(".")
                 if axes and is_whole and (is_stacked or any(is_inside(other, experts) for other in modules.owned)):
                     yield from _same_samples(path, axes, line, modules)
@@ -197,13 +197,13 @@ def _cut(placed: Placed, modules: Modules) -> Names:
     return tuple(name for i, (name, size) in sizes if i in layout.sharding_axes and size > 1)
 
 
-def _stacked(path: str, dealt: Names, modules: Modules) -> Iterator[Finding]:
+def _stacked(path: str, dispatched: Names, modules: Modules) -> Iterator[Finding]:
     """Yield findings for flows of sharded experts: their results and the gradients of their inputs are partial sums."""
     stated, params = modules.stated[path], modules.owned[path]
     inside: dict[str, str] = {}
     for name, placed in params.items():
         inside = dict.fromkeys(_cut(placed, modules), name) | inside
-    axes = tuple(a for a in modules.axes.mesh.names if a in inside and a not in dealt and a not in modules.data)
+    axes = tuple(a for a in modules.axes.mesh.names if a in inside and a not in dispatched and a not in modules.data)
     if not axes or modules.axes.mesh.size == 1:
         return
     shown = modules.named(axes)
@@ -212,15 +212,15 @@ def _stacked(path: str, dealt: Names, modules: Modules) -> Iterator[Finding]:
     out = stated.out
     if out is None or not set(axes) <= set(partial_axes(out.before)):
         line = stated.line("out") if out is not None else placed.line
-        said = f"`out: {as_written(stated.passing.outs[''][0])}`" if out is not None else "no `out`"
+        written = f"`out: {as_written(stated.passing.outs[''][0])}`" if out is not None else "no `out`"
         yield flow_finding(
-            "E402", f"{said} for experts that leave partial sums along {shown}", line,
+            "E402", f"{written} for experts that leave partial sums along {shown}", line,
             f"{why}, so what it makes is a partial sum until it is summed",
             f"write `out: partial({shown}) -> {as_written(out.after) if out is not None else 'replicate'}`", path,
         )  # fmt: skip
     for name in (TOKENS, WEIGHTS):
         flow = _entering(stated, name)
-        if flow is not None and ((flow.says_grad and not flow.partials) or set(axes) <= set(flow.partials)):
+        if flow is not None and ((flow.declares_grad and not flow.partials) or set(axes) <= set(flow.partials)):
             continue
         side = f"in {name}".strip()
         came = as_written(stated.passing.ins[name][0].before) if flow is not None else "replicate"
@@ -236,9 +236,9 @@ def _entering(stated: StatedFlows, name: str) -> Flow | None:
     return stated.ins.get(name) or (stated.ins.get("hidden_states") if not name else None)
 
 
-def _same_samples(path: str, dealt: Names, line: Line, modules: Modules) -> Iterator[Finding]:
+def _same_samples(path: str, dispatched: Names, line: Line, modules: Modules) -> Iterator[Finding]:
     """Yield a finding if tokens are sent along axes on which all ranks have the same tokens."""
-    axes = [axis for axis in dealt if axis not in modules.data]
+    axes = [axis for axis in dispatched if axis not in modules.data]
     if axes:
         shown, data = modules.named(axes), modules.axes.data
         yield flow_finding(
@@ -261,11 +261,11 @@ def fused_findings(modules: Modules) -> Iterator[Finding]:
                 cut = spec.dims[dims.index(dim)] if isinstance(spec, Spec) and len(spec.dims) == len(dims) else None
                 if not isinstance(cut, Cut) or set(accumulate(lengths)) <= set(_ends(cut, sum(lengths))):
                     continue
-                if _is_met_cut(cut, dim, path, stated, modules):
-                    yield _told(placed, dim, lengths, cut)
+                if _gets_shards(cut, dim, path, stated, modules):
+                    yield _fused_finding(placed, dim, lengths, cut)
 
 
-def _is_met_cut(cut: Cut, dim: str, path: str, stated: StatedFlows, modules: Modules) -> bool:
+def _gets_shards(cut: Cut, dim: str, path: str, stated: StatedFlows, modules: Modules) -> bool:
     """Whether the module's code gets shards of this dim, not the full dim."""
     axes = set(modules.leaves(cut.axes))
     layer = modules.layers.get(path)
@@ -283,14 +283,14 @@ def _ends(cut: Cut, length: int) -> list[int]:
     return [length * end // sum(shares) for end in accumulate(shares)]
 
 
-def _told(placed: Placed, dim: str, lengths: Sequence[int], cut: Cut) -> Finding:
+def _fused_finding(placed: Placed, dim: str, lengths: Sequence[int], cut: Cut) -> Finding:
     tensor, origin = placed.tensor, origin_of(placed.line)
     shares = [length // math.gcd(*lengths) for length in lengths]
-    said = str(len(lengths)) if len(set(shares)) == 1 else ", ".join(map(str, shares))
+    blocks = str(len(lengths)) if len(set(shares)) == 1 else ", ".join(map(str, shares))
     call = re.fullmatch(r"(colwise\(.*?)(?:,\s*blocks\s*=\s*\w+)?(\s*\))", origin.text, re.DOTALL) if origin else None
-    written = f"`blocks({said})` after `{'*'.join(cut.axes)}`"
-    if call is not None and said.isdecimal():
-        written = f"`{call[1]}, blocks={said}{call[2]}`"
+    written = f"`blocks({blocks})` after `{'*'.join(cut.axes)}`"
+    if call is not None and blocks.isdecimal():
+        written = f"`{call[1]}, blocks={blocks}{call[2]}`"
     as_what = "one" if cut.blocks == 1 else f"{len(_ends(cut, sum(lengths)))} others"
     return flow_finding(
         "E206", f"dim `{dim}` is {len(lengths)} blocks laid end to end, and is cut as {as_what}", placed.line,

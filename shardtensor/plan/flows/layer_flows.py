@@ -102,8 +102,8 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
     enters = _the_one_in(layer)
     came = enters if enters is not None else natural(in_axes)
     leaves = layer.stated.out if layer.stated.out is not None else natural(out_axes, in_axes)
-    _meets(layer, "in", came, came.after, in_axes, ())
-    _meets(layer, "out", leaves, leaves.before, out_axes, in_axes)
+    _check_layout(layer, "in", came, came.after, in_axes, ())
+    _check_layout(layer, "out", leaves, leaves.before, out_axes, in_axes)
     stream = _stream(came.after)
     twice = [axis for axis in stream if axis in (*out_axes, *in_axes)]
     if twice:
@@ -112,7 +112,7 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
             "E402", "in" if enters is not None else "out", f"the input and the weight are both cut along {name}",
             f"a rank has one part of the tokens and other features than the rest: no rank makes whole rows or columns; "
             f"the weight is `{layer.params['weight'].spec}`",
-            f"gather the input: `in: {layer.said('in').partition(' -> ')[0] or came.after} -> replicate`",
+            f"gather the input: `in: {layer.written('in').partition(' -> ')[0] or came.after} -> replicate`",
         )  # fmt: skip
     if enters is not None and set(_stream(leaves.before)) != set(stream):
         raise Contradiction(
@@ -144,7 +144,7 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
         across = last_cut(leaves.after)
         if in_axes and across is not None and across.axes != out_axes:
             raise Contradiction(
-                "E402", "out", f"`out: {layer.said('out')}` leaves parts of the features, and the bias is whole",
+                "E402", "out", f"`out: {layer.written('out')}` leaves parts of the features, and the bias is whole",
                 "it is added once, to what leaves: each rank would add all of it to its part",
                 "leave the sum whole (`-> replicate`) or cut along tokens; or drop the bias",
             )  # fmt: skip
@@ -168,7 +168,7 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
 def _embedding(layer: Layer) -> LayerWork:
     rows, columns = layer.cut("weight", "vocab"), layer.cut("weight", "embed")
     leaves = layer.stated.out if layer.stated.out is not None else natural(columns, rows)
-    _meets(layer, "out", leaves, leaves.before, columns, rows)
+    _check_layout(layer, "out", leaves, leaves.before, columns, rows)
     if layer.is_blocked("vocab"):
         raise Contradiction(
             "E402", "weight", "a vocabulary in blocks takes no flow", f"the weight is `{layer.params['weight'].spec}`",
@@ -228,19 +228,19 @@ def _stream(spec: Spec) -> Names:
     return tuple(axis for dim, cut in cuts(spec).items() if dim != -1 for axis in cut.axes)
 
 
-def _meets(layer: Layer, side: str, flow: Flow, met: Spec, last: Names, partial: Names) -> None:
+def _check_layout(layer: Layer, side: str, flow: Flow, at_weight: Spec, last: Names, partial: Names) -> None:
     """Raise Contradiction if a flow's layout at the weight does not match the weight's layout."""
-    found = last_cut(met)
-    axes = found.axes if found is not None and (... in met.dims or len(met.dims) > 1) else ()
-    if axes == last and set(partial_axes(met)) == set(partial):
+    found = last_cut(at_weight)
+    axes = found.axes if found is not None and (... in at_weight.dims or len(at_weight.dims) > 1) else ()
+    if axes == last and set(partial_axes(at_weight)) == set(partial):
         return
     name = layer.named
     sums = f"partial({name(partial)})" if partial else ""
-    wanted = " ".join(filter(None, [f"[..., {name(last)}]" if last else "" if partial else "replicate", sums]))
+    expected = " ".join(filter(None, [f"[..., {name(last)}]" if last else "" if partial else "replicate", sums]))
     weight = layer.params["weight"]
     shape = ", ".join(f"{d}={n}" for d, n in zip(layer.kind.dims["weight"], weight.tensor.shape, strict=True))
     why = f"the weight ({shape}) is `{weight.spec}`"
-    if set(partial_axes(met)) != set(partial):
+    if set(partial_axes(at_weight)) != set(partial):
         what = "is complete on every rank: nothing is left to sum"
         if partial:
             what = f"is a partial sum along {name(partial)} until it is summed"
@@ -249,14 +249,14 @@ def _meets(layer: Layer, side: str, flow: Flow, met: Spec, last: Names, partial:
     else:
         what = f"cut over {name(last)} on its last dim" if last else "whole on its last dim"
         why += f", so its {'input is wanted' if side == 'in' else 'result is'} {what}"
-    before, _, after = layer.said(side).partition(" grad ")[0].partition(" -> ")
+    before, _, after = layer.written(side).partition(" grad ")[0].partition(" -> ")
     if side == "in":
-        text = f"{before} -> {wanted}" if after and before != wanted else wanted
+        text = f"{before} -> {expected}" if after and before != expected else expected
     else:
-        text = f"{wanted} -> {after or (before if partial and not axes else 'replicate')}"
-        text = text if after or partial else wanted
+        text = f"{expected} -> {after or (before if partial and not axes else 'replicate')}"
+        text = text if after or partial else expected
     raise Contradiction(
-        "E402", side, f"`{side}: {layer.said(side)}` contradicts the layout of the weight", why,
+        "E402", side, f"`{side}: {layer.written(side)}` contradicts the layout of the weight", why,
         f"write `{side}: {text}`",
     )  # fmt: skip
 
@@ -265,13 +265,13 @@ def _no_blocks_on_the_way(layer: Layer, side: str, flow: Flow) -> None:
     """Raise if a dim that the weight shards in blocks is to be gathered or scattered: ranks hold a range of each."""
     if flow.before == flow.after or not layer.is_blocked("out" if side == "out" else "in"):
         return
-    met, other = (flow.before, flow.after) if side == "out" else (flow.after, flow.before)
-    if last_cut(met) is not None and last_cut(other) != last_cut(met):
-        said = layer.said(side).partition(" grad ")[0].split(" -> ")
+    at_weight, other = (flow.before, flow.after) if side == "out" else (flow.after, flow.before)
+    if last_cut(at_weight) is not None and last_cut(other) != last_cut(at_weight):
+        sides = layer.written(side).partition(" grad ")[0].split(" -> ")
         raise Contradiction(
             "E402", side, "what is cut in blocks cannot be cut or joined on the way",
             f"the weight is `{layer.params['weight'].spec}`: a rank has a range of each block, not of the whole",
-            f"let the value pass as it is: `{side}: {said[0 if side == 'out' else -1]}`",
+            f"let the value pass as it is: `{side}: {sides[0 if side == 'out' else -1]}`",
         )  # fmt: skip
 
 

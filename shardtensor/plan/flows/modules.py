@@ -40,10 +40,10 @@ class StatedFlows:
         return self.outs.get("")
 
     @property
-    def said(self) -> dict[str, Flow]:
+    def written(self) -> dict[str, Flow]:
         """The flows as written in the plan, by their side: ``in``, ``in mask``, ``out 1``."""
         sides = {"in": self.passing.ins, "out": self.passing.outs}
-        return {f"{side} {name}".strip(): flow for side, said in sides.items() for name, (flow, _) in said.items()}
+        return {f"{side} {name}".strip(): flow for side, flows in sides.items() for name, (flow, _) in flows.items()}
 
     def line(self, side: str, name: str = "") -> Line | None:
         """Return the line of a flow; None if there is none."""
@@ -71,7 +71,7 @@ class Layer:
     loose: str = ""
     named: Callable[[Iterable[str]], str] = "*".join
 
-    def said(self, side: str) -> str:
+    def written(self, side: str) -> str:
         """Return a flow as written in the plan; empty if it has none."""
         found = (self.stated.passing.ins if side == "in" else self.stated.passing.outs).get("")
         return as_written(found[0]) if found is not None else ""
@@ -105,13 +105,13 @@ class Modules:
         self.axes: Axes = resolved.plan.axes
         self._sizes = dict(self.axes.mesh.axes)
         self.stated: dict[str, StatedFlows] = {}
-        known: dict[int, StatedFlows] = {}  # modules with the same rules share it
+        cached: dict[int, StatedFlows] = {}  # modules with the same rules share it
         for path, passing in resolved.modules.items():
-            if id(passing) not in known:
+            if id(passing) not in cached:
                 ins = {name: self.flow(flow) for name, (flow, _) in passing.ins.items()}
                 outs = {name: self.flow(flow) for name, (flow, _) in passing.outs.items()}
-                known[id(passing)] = StatedFlows(ins, outs, passing)
-            self.stated[path] = known[id(passing)]
+                cached[id(passing)] = StatedFlows(ins, outs, passing)
+            self.stated[path] = cached[id(passing)]
 
     # -- in the axes of the mesh --------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Modules:
 
     def flow(self, flow: Flow) -> Flow:
         """Return a flow in the axes of the mesh."""
-        return Flow(self.spec(flow.before), self.spec(flow.after), self.leaves(flow.partials), flow.says_grad)
+        return Flow(self.spec(flow.before), self.spec(flow.after), self.leaves(flow.partials), flow.declares_grad)
 
     def spec(self, spec: Spec) -> Spec:
         """Return the layout of a value in the axes of the mesh."""

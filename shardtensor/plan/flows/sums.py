@@ -74,8 +74,8 @@ class Sums:
         """Return those of `_streams` that no module around a path gathers at its `in`."""
         parent = path.rpartition(".")[0]
         if parent not in self._gathered:
-            known = [self._modules.stated[each] for each in (parent, *around(parent)) if each in self._modules.stated]
-            flows = [flow for stated in known for flow in stated.ins.values()] if path else []
+            outer = [self._modules.stated[each] for each in (parent, *around(parent)) if each in self._modules.stated]
+            flows = [flow for stated in outer for flow in stated.ins.values()] if path else []
             self._gathered[parent] = {a for f in flows for a in set(cut_axes(f.before)) - set(cut_axes(f.after))}
         return [axis for axis in self._streams if axis not in self._gathered[parent]]
 
@@ -111,7 +111,7 @@ class Sums:
             yield from self._summed_otherwise()
         yield from self._norms_of_whole_values()
         for path, params in self._modules.owned.items():
-            if (said := self._modules.stated.get(path)) is not None and (said.ins or said.outs):
+            if (flows := self._modules.stated.get(path)) is not None and (flows.ins or flows.outs):
                 continue
             cut = next((placed for placed in params.values() if not placed.layout.is_replicated), None)
             trained = next((placed for placed in params.values() if placed.tensor.requires_grad), None)
@@ -123,7 +123,7 @@ class Sums:
     def _unknown_siblings(self, stated: StatedFlows, name: str = "") -> tuple[str, str, str] | None:
         """Return an axis and two of its factors if an output is sharded along the one and copied along the other."""
         flow = stated.outs.get(name)
-        for whole in self._modules.axes.made_of if flow is not None and not flow.says_grad else ():
+        for whole in self._modules.axes.made_of if flow is not None and not flow.declares_grad else ():
             assert flow is not None
             factors, cut = self._modules.leaves((whole,)), cut_axes(flow.after)
             copies = [axis for axis in factors if axis not in (*cut, *partial_axes(flow.after))]
@@ -179,13 +179,13 @@ class Sums:
         flow, layer, modules = stated.ins.get(""), self._modules.layers.get(path), self._modules
         of, partials = self._around(path)
         kind, named = layer.kind.name if layer is not None else "", modules.named(partials)
-        if flow is None or flow.says_grad or not partials or set(cut_axes(flow.before)) & set(partials):
+        if flow is None or flow.declares_grad or not partials or set(cut_axes(flow.before)) & set(partials):
             return
         if kind == "embedding" or self._has_copies_before(path, partials):
             return
         if kind == "norm":
             out = stated.out
-            if out is None or not (out.says_grad or set(cut_axes(out.after)) & set(partials)):
+            if out is None or not (out.declares_grad or set(cut_axes(out.after)) & set(partials)):
                 yield flow_finding(
                     "E401", f"partial sums along {named} come back to this norm",
                     stated.line("out") or stated.line("in"),

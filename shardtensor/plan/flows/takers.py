@@ -95,9 +95,9 @@ class Takers:
                 if layer.kind.name == "linear" and (path == at or is_inside(path, at))
             ]  # fmt: skip
             stated = [modules.stated[path] for path in below if path in modules.stated]
-            is_said = any(last_cut(flow.after) for each in stated for flow, _ in each.passing.outs.values())
+            is_written = any(last_cut(flow.after) for each in stated for flow, _ in each.passing.outs.values())
             is_cut = any(each.out is not None and last_cut(each.out.after) for each in stated)
-            if is_said and (not is_cut or not set(below).isdisjoint(self.logits)):
+            if is_written and (not is_cut or not set(below).isdisjoint(self.logits)):
                 continue  # in this world they may be full, over axes of one rank
             line = next(line for hook, line in modules.stated[at].passing.uses if hook.name == "cross_entropy")
             why = "it takes logits whose classes are cut over ranks, from a linear layer "
@@ -107,7 +107,7 @@ class Takers:
                 fix += "; or write `use cross_entropy()` in the block of the head"
             yield Finding("E403", "this loss finds no head that leaves its logits cut", line.origin, why, fix, (), at)
 
-    # -- given and not taken ------------------------------------------------------------------------------------------
+    # -- returned, not taken ------------------------------------------------------------------------------------------
 
     @cached_property
     def _takes(self) -> dict[Parts, list[str]]:
@@ -151,26 +151,25 @@ class Takers:
     def _not_taken(self, path: str, name: str) -> Finding:
         stated, named = self._modules.stated[path], self._modules.named
         flow, line = self._outs[path][name], stated.line("out", name)
-        said = stated.passing.outs[name][0] if line is not None else flow
+        written = stated.passing.outs[name][0] if line is not None else flow
         line = line or self._modules.layers[path].params["weight"].line
         if partials := partial_axes(flow.after):
             return flow_finding(
                 "E404", f"this value leaves as partial sums along {named(partials)}, and nobody sums them", line,
-                f"`{as_written(said)}` has no arrow that sums: "
+                f"`{as_written(written)}` has no arrow that sums: "
                 "what meets it takes one rank's partial sum for the value",
-                f"write `{as_written(said.before)} -> replicate` (one all_reduce), or say who sums: `in: partial("
+                f"write `{as_written(written.before)} -> replicate` (one all_reduce), or say who sums: `in: partial("
                 f"{named(partials)}) -> replicate` there", path,
             )  # fmt: skip
-        fix = f"say who takes it: `in: {said.after}` there, or such an `out` on the module around; or gather it: "
-        fix += f"`out: {'' if said.before == REPLICATE.before else f'{as_written(said.before)} -> '}replicate`"
+        fix = f"say who takes it: `in: {written.after}` there, or such an `out` on the module around; or gather it: "
+        fix += f"`out: {'' if written.before == REPLICATE.before else f'{as_written(written.before)} -> '}replicate`"
         fix += "; for logits: `use cross_entropy()`" * (set(cuts(flow.after)) == {-1})
         return flow_finding(
             "E403", f"this value leaves cut along {named(cut_axes(flow.after))}, and no module takes it so", line,
             "what meets it next would take one rank's part for the whole", fix, path,
         )  # fmt: skip
 
-    # -- partial sums that are summed, and that nobody leaves
-    # --------------------------------------------------------------
+    # -- partial sums that are summed, and that no module returns -----------------------------------------------------
 
     def _not_given(self) -> Iterator[Finding]:
         """Yield findings for modules that sum partial sums at their `in` or `out` if no module returns such."""
@@ -205,10 +204,10 @@ class Takers:
 
     def _is_fed(self, path: str, flow: Flow) -> bool:
         """Whether a module around passes such partial sums on, or one with a hook may make them."""
-        wanted = frozenset[str](), frozenset(partial_axes(flow.before))
+        needed = frozenset[str](), frozenset(partial_axes(flow.before))
         stated = [self._modules.stated[above] for above in around(path) if above in self._modules.stated]
         return self._is_in_a_hook(path) or any(
-            _holds(_parts(each.after), wanted) for above in stated for each in above.ins.values()
+            _holds(_parts(each.after), needed) for above in stated for each in above.ins.values()
         )
 
 
@@ -221,8 +220,8 @@ def _parts(spec: Spec) -> Parts:
     return frozenset(cut_axes(spec)), frozenset(partial_axes(spec))
 
 
-def _holds(parts: Parts, wanted: Parts) -> bool:
-    return wanted[0] <= parts[0] and wanted[1] <= parts[1]
+def _holds(parts: Parts, needed: Parts) -> bool:
+    return needed[0] <= parts[0] and needed[1] <= parts[1]
 
 
 def _by_parts(found: Iterable[tuple[str, Parts]]) -> dict[Parts, list[str]]:
@@ -234,9 +233,9 @@ def _by_parts(found: Iterable[tuple[str, Parts]]) -> dict[Parts, list[str]]:
     return of
 
 
-def _any(of: Mapping[Parts, list[str]], path: str, wanted: Parts) -> bool:
+def _any(of: Mapping[Parts, list[str]], path: str, needed: Parts) -> bool:
     """Whether a module has all these parts, other than the one of this path and those around it."""
     return any(
         other != path and not is_inside(path, other)
-        for parts, others in of.items() if _holds(parts, wanted) for other in others
+        for parts, others in of.items() if _holds(parts, needed) for other in others
     )  # fmt: skip

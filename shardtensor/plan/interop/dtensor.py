@@ -9,7 +9,7 @@ from shardtensor.errors import LayoutError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.cutting import axis_form
 from shardtensor.layout.layout import Layout, same_boxes
-from shardtensor.layout.nested import CutDim, Partials, Said, nearest_nested, nested_layout, say_nested
+from shardtensor.layout.nested import Axis, CutDim, Partials, nearest_nested, nested_axes, nested_layout
 from shardtensor.mesh import Mesh, read_mesh
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
@@ -49,7 +49,7 @@ def spec_from_placements(placements: Sequence[Any], mesh: Any, shape: Sequence[i
         )
     layout = nested_layout(read_placements(placements, shape), shape, mesh)
     spec = axis_form(layout)
-    if any(layout.is_blocked(dim) for dim in range(len(shape))) and not _means(spec, layout, mesh):
+    if any(layout.is_blocked(dim) for dim in range(len(shape))) and not _has_layout(spec, layout, mesh):
         raise LayoutError(
             "no spec in axes says these placements for this shape",
             _facts(placements, shape) | {"mesh": str(mesh)},
@@ -87,11 +87,11 @@ def placements_from_spec(
     """
     spec, mesh, shape = as_spec(spec), as_mesh(mesh), tuple(shape)
     layout = bind(spec, shape, mesh, dims)
-    said = say_nested(layout, mesh)
-    if said is None:
+    axes = nested_axes(layout, mesh)
+    if axes is None:
         facts = {"spec": str(spec), "shape": _sizes(shape), "mesh": str(mesh)}
-        raise cannot_be_said(layout, mesh, facts, "`{}` is the nearest that it can")
-    return make_placements(said)
+        raise no_placements_error(layout, mesh, facts, "`{}` is the nearest that it can")
+    return make_placements(axes)
 
 
 def as_mesh(mesh: Any) -> Mesh:
@@ -102,10 +102,10 @@ def as_mesh(mesh: Any) -> Mesh:
     return Mesh(tuple(zip(names, mesh.mesh.shape, strict=True)), mesh.mesh.flatten().tolist())
 
 
-def read_placements(placements: Sequence[Any], shape: Sequence[int]) -> tuple[Said, ...]:
+def read_placements(placements: Sequence[Any], shape: Sequence[int]) -> tuple[Axis, ...]:
     """Return placements in this library's form, axis by axis."""
 
-    def read(placement: Any) -> Said:
+    def read(placement: Any) -> Axis:
         kind = type(placement).__name__
         if kind == "Replicate":
             return None
@@ -129,27 +129,27 @@ def read_placements(placements: Sequence[Any], shape: Sequence[int]) -> tuple[Sa
     return tuple(map(read, placements))
 
 
-def make_placements(said: tuple[Said, ...]) -> tuple[Any, ...]:
+def make_placements(axes: tuple[Axis, ...]) -> tuple[Any, ...]:
     """Return torch's placements, axis by axis."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    def make(what: Said) -> Any:
-        if what is None:
+    def make(axis: Axis) -> Any:
+        if axis is None:
             return Replicate()
-        if isinstance(what, Partials):
-            return Partial(what.op)
-        return Shard(what.dim) if what.blocks == 1 else _StridedShard(what.dim, split_factor=what.blocks)
+        if isinstance(axis, Partials):
+            return Partial(axis.op)
+        return Shard(axis.dim) if axis.blocks == 1 else _StridedShard(axis.dim, split_factor=axis.blocks)
 
-    return tuple(map(make, said))
+    return tuple(map(make, axes))
 
 
-def cannot_be_said(layout: Layout, mesh: Mesh, facts: Mapping[str, object], fix: str) -> LayoutError:
+def no_placements_error(layout: Layout, mesh: Mesh, facts: Mapping[str, object], fix: str) -> LayoutError:
     """Return the error for a layout without placements; ``{}`` in `fix` is replaced by the nearest layout with some."""
     return LayoutError("DTensor cannot say this layout", facts, fix.format(axis_form(nearest_nested(layout, mesh))))
 
 
-def _means(spec: Spec, layout: Layout, mesh: Mesh) -> bool:
+def _has_layout(spec: Spec, layout: Layout, mesh: Mesh) -> bool:
     try:
         return same_boxes(bind(spec, layout.shape, mesh), layout)
     except LayoutError:

@@ -25,12 +25,12 @@ class HFWord:
     Attributes:
         module: the rule for a module, written after its pattern and a colon; empty if the word is not for modules.
         tensor: returns the layout of a tensor with a rule of its own, by its number of dims; None if not for tensors.
-        refused: the reason if it has no translation, and what to write instead.
+        no_translation: the reason if it has none, and what to write instead.
     """
 
     module: str = ""
     tensor: Callable[[int], str] | None = None
-    refused: tuple[str, str] | None = None
+    no_translation: tuple[str, str] | None = None
 
 
 def _last_but_one(cut: str) -> Callable[[int], str]:
@@ -65,19 +65,19 @@ TP_WORDS = {
     "moe_identity_expert": HFWord("hf_moe_identity_expert(tp)"),
     "mla_kv_a_proj": HFWord("hf_mla_kv_a_proj(tp, rope=config.qk_rope_head_dim)"),
     "local_params": HFWord("hf_local_params()"),
-    "ep_router": HFWord(refused=(
+    "ep_router": HFWord(no_translation=(
         "the router of transformers 4.x masks what goes to other ranks, which no layout says",
         'take the rule out, and write "ep_dispatch_experts" for the experts and "grouped_gemm" for their tensors '
         "in the ep_plan",
     )),
-    **{f"local_{word}": HFWord(refused=(
+    **{f"local_{word}": HFWord(no_translation=(
         "a word of transformers 4.x, with which the layers around it do the sums", f'write "{word}"'))
        for word in ("colwise", "rowwise", "packed_rowwise")},
-    "local": HFWord(refused=(
+    "local": HFWord(no_translation=(
         "a word of transformers 4.x that cuts nothing and changes the gradient",
         'write "moe_tp_experts" for the experts as a whole',
     )),
-    "gather": HFWord(refused=(
+    "gather": HFWord(no_translation=(
         "a word of transformers 4.x that sums a result of `local` words", 'write "all_reduce" or "moe_tp_experts"')),
 }  # fmt: skip
 """The meaning of each word, over the axis `tp`."""
@@ -93,7 +93,7 @@ EP_WORDS = {
     "replicate": HFWord("replicate", _whole),
     "replicated_with_grad_allreduce": HFWord("replicate", _whole),  # gradients are summed over data axes, as ep is one
     **{
-        word: HFWord(refused=_SEES_OTHERS)
+        word: HFWord(no_translation=_SEES_OTHERS)
         for word in ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "all_reduce")
     },
 }
@@ -177,13 +177,13 @@ def plan_text_from_hf(
     count = len(kept) + len(ep_plan)
     kept |= {owner: "local_params" for owner in _local_owners(kept, model)}
     rules: dict[str, list[str]] = {}
-    refused: dict[str, str] = {}
+    untranslated: dict[str, str] = {}
     heads = _whole_heads(kept, config or {})
     for plan, words in ((kept, TP_WORDS), (ep_plan, EP_WORDS)):
         for pattern, word in plan.items():
             rule, why = _rule(pattern, word, plan, words, model)
             if why:
-                refused[pattern] = f'"{word}": {why}'
+                untranslated[pattern] = f'"{word}": {why}'
             rule = rule.replace("(tp)", "(tp, unit=hd)") if pattern in heads else rule
             rule = re.sub(r"config\.(\w+)", lambda key: _key(config or {}, key[1]), rule)
             rules.setdefault(pattern, []).append(rule)
@@ -191,12 +191,12 @@ def plan_text_from_hf(
                 owner = pattern.rpartition(".")[0]
                 beside = (name for name in _LATENT if f"{owner}.{name}" not in kept)
                 rules |= {f"optional {owner}.{name}": ["hf_whole()"] for name in beside}
-    if refused:
-        verb = "has" if len(refused) == 1 else "have"
-        raise PlanError(f"{len(refused)} of {count} rules {verb} no translation", refused)
+    if untranslated:
+        verb = "has" if len(untranslated) == 1 else "have"
+        raise PlanError(f"{len(untranslated)} of {count} rules {verb} no translation", untranslated)
     lines = [*_header(count, heads, ep_plan, config or {}), ""]
-    for pattern, said in rules.items():
-        lines += [f"{pattern} {{\n{rule}\n}}" if rule.startswith("use ") else f"{pattern}: {rule}" for rule in said]
+    for pattern, texts in rules.items():
+        lines += [f"{pattern} {{\n{rule}\n}}" if rule.startswith("use ") else f"{pattern}: {rule}" for rule in texts]
     return format_plan(Source("\n".join([*lines, "unmatched: replicate", ""])))
 
 
@@ -215,19 +215,19 @@ def _rule(
 ) -> tuple[str, str]:
     """Return the rule of a word for a pattern; or an empty one, and why it has no translation."""
     if word in words:
-        said = words[word]
-        if said.refused is not None:
-            return "", "; ".join(said.refused)
+        entry = words[word]
+        if entry.no_translation is not None:
+            return "", "; ".join(entry.no_translation)
         ndim = _ndim(pattern, plan, model)
         if ndim is not None:
-            if said.tensor is None:
+            if entry.tensor is None:
                 return "", "it is a word for modules, and this is a tensor"
-            return said.tensor(ndim), ""
-        if not said.module and said.tensor is not None:
+            return entry.tensor(ndim), ""
+        if not entry.module and entry.tensor is not None:
             return "", "it is a word for tensors, and this is a module"
         if word == "moe_tp_experts" and model is not None and not _takes_weights(pattern, model):
             return "hf_moe_tp_experts_without_weights(tp)", ""
-        return said.module, ""
+        return entry.module, ""
     if word in TP_WORDS or word in EP_WORDS:
         return "", f"it is a word of the {'tp_plan' if word in TP_WORDS else 'ep_plan'}"
     near = get_close_matches(str(word), words, 1)
@@ -271,13 +271,13 @@ def _whole_heads(plan: Mapping[str, str], config: Mapping[str, Any]) -> frozense
     """Return the sharded projections of attention, if the configuration has the length of every head."""
     if not _head_dim(config) or any(config.get(key) is not None for key in _ODD_HEADS):
         return frozenset()
-    wanted = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+    expected = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
     owners = {pattern.rpartition(".")[0] for pattern in plan if pattern.endswith(".q_proj")}
     return frozenset(
         f"{owner}.{name}"
         for owner in owners
-        if all(plan.get(f"{owner}.{name}") == word for name, word in wanted.items())
-        for name in wanted
+        if all(plan.get(f"{owner}.{name}") == word for name, word in expected.items())
+        for name in expected
     )
 
 

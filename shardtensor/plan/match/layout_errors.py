@@ -22,7 +22,7 @@ from shardtensor.spec.diagnostics import listed, nearest
 from shardtensor.spec.nodes import Cut, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 
-Told = tuple[str, str, str] | tuple[str, str, str, str]
+Message = tuple[str, str, str] | tuple[str, str, str, str]
 """The fault, the reason and the fix of a finding, and perhaps a note."""
 
 
@@ -88,12 +88,12 @@ def axes_text(plan: Plan) -> str:
     return ", and ".join([f"the mesh of this plan has the axes {', '.join(names)}", *made])
 
 
-def _unknown_axis(case: Misfit) -> Told:
+def _unknown_axis(case: Misfit) -> Message:
     names = case.plan.axes.names
     return case.fault, axes_text(case.plan), nearest(case.about["name"], names) or f"use one of {', '.join(names)}"
 
 
-def _dim_count(case: Misfit) -> Told | None:
+def _dim_count(case: Misfit) -> Message | None:
     given = case.about.get("given", case.about.get("least"))
     ndim = len(case.info.shape)
     if given is None or not isinstance(case.spec, Spec):
@@ -110,7 +110,7 @@ def _dim_count(case: Misfit) -> Told | None:
     return f"the layout has {least}{_many(given, 'dim')}, the tensor has {ndim}", case.shape, fix
 
 
-def _dim_name(case: Misfit) -> Told:
+def _dim_name(case: Misfit) -> Message:
     if case.dims is None:
         named = ", ".join(name for name, _ in case.spec.named) if isinstance(case.spec, Spec) else ""
         return (
@@ -123,7 +123,7 @@ def _dim_name(case: Misfit) -> Told:
     return f"this tensor has no dim called `{name}`", case.shape, near
 
 
-def _uneven(case: Misfit) -> Told:
+def _uneven(case: Misfit) -> Message:
     length, count, unit = case.about["length"], case.about["count"], case.cut.unit
     units = length // unit
     heads = any(units == value for key, value in case.plan.config.items() if "head" in key)
@@ -135,12 +135,12 @@ def _uneven(case: Misfit) -> Told:
         facts.append(f"{whole} = {blocks.format(length)}")
     rest = f"{units} % {count} = {units % count}"
     facts.append(f"{length} = {units} units of {unit} and {rest}" if unit > 1 else rest)
-    told = f"{what} cannot be split evenly over {case.axes}", "; ".join(facts), _even_fix(case, units)
+    message = f"{what} cannot be split evenly over {case.axes}", "; ".join(facts), _even_fix(case, units)
     written = re.search(r"\bunit\s*=\s*[\w.]+", case.call) or re.search(r"\bunit\([^()]*\)", case.call)
     if unit > 1 and length % count == 0 and written is not None:
-        said = re.sub(r"=", " = ", re.sub(r" ", "", written[0]))
-        return *told, f"to cut inside a {'head' if heads else 'unit'} on purpose, drop `{said}`"
-    return told
+        argument = re.sub(r"=", " = ", re.sub(r" ", "", written[0]))
+        return *message, f"to cut inside a {'head' if heads else 'unit'} on purpose, drop `{argument}`"
+    return message
 
 
 def _even_fix(case: Misfit, units: int) -> str:
@@ -165,7 +165,7 @@ def _even_fix(case: Misfit, units: int) -> str:
     return f"{axes_of} has to divide {units} ({shown}); or write `balanced` after it for pieces that differ {differ}"
 
 
-def _blocks(case: Misfit) -> Told:
+def _blocks(case: Misfit) -> Message:
     shares, length = case.about["shares"], case.about["length"]
     total = sum(shares)
     fault, why = f"dim {case.dim} of {length} elements is not ", f"{case.shape}; {length} % {total} = {length % total}"
@@ -176,7 +176,7 @@ def _blocks(case: Misfit) -> Told:
     return fault, f"{why}, and {total} is what the shares add up to", fix
 
 
-def _unit(case: Misfit) -> Told:
+def _unit(case: Misfit) -> Message:
     length, unit = case.about["length"], case.cut.unit
     why = f"{case.shape}; {length} = {length // unit} units of {unit} and {length % unit} more"
     common = math.gcd(length, unit)
@@ -184,7 +184,7 @@ def _unit(case: Misfit) -> Told:
     return f"dim {case.dim} of {length} elements is not whole units of {unit}", why, fix
 
 
-def _sizes(case: Misfit) -> Told | None:
+def _sizes(case: Misfit) -> Message | None:
     if "clash" in case.about:
         return None
     cut, count = case.cut, case.about["count"]
@@ -202,7 +202,7 @@ def _sizes(case: Misfit) -> Told | None:
     return fault, why, f"give {_many(count, 'size')}{unit} that add up to {length}"
 
 
-def _rank(case: Misfit) -> Told:
+def _rank(case: Misfit) -> Message:
     rank, world = case.about["rank"], case.plan.axes.mesh.size
     fix = f"name ranks 0 to {world - 1}, or run with --world {rank + 1}"
     return f"rank {rank} is outside the world of {_many(world, 'rank')}", f"ranks count from 0; {case.shape}", fix
@@ -212,7 +212,7 @@ def _many(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-_TELL: dict[str, tuple[str, Callable[[Misfit], Told | None]]] = {
+_MESSAGES: dict[str, tuple[str, Callable[[Misfit], Message | None]]] = {
     "E201": ("name", _unknown_axis),
     "E202": ("", _dim_count),
     "E203": ("", _dim_name),
@@ -240,7 +240,7 @@ class Binder:
     def __init__(self, plan: Plan, model: Model, tree: NameTree) -> None:
         self._plan = plan
         self._model = model
-        self._said = {name: said.names for said in plan.dims for name in tree.tensors(said.pattern)}
+        self._declared = {name: line.names for line in plan.dims for name in tree.tensors(line.pattern)}
         self._kept: dict[object, Bound] = {}
         self._dims: dict[str, tuple[str, ...] | None] = {}
 
@@ -251,7 +251,7 @@ class Binder:
         if info.name not in self._dims:
             path, _, leaf = info.name.rpartition(".")
             kind = self._model.kind(path)
-            found = self._said.get(info.name) or (kind.dims.get(leaf) if kind is not None else None)
+            found = self._declared.get(info.name) or (kind.dims.get(leaf) if kind is not None else None)
             fits = found is not None and len(found) == len(info.shape)
             self._dims[info.name] = found if fits else None
         return self._dims[info.name]
@@ -291,14 +291,14 @@ class Binder:
         about = error.about if isinstance(error, LayoutError) else {}
         case = Misfit(bound.spec, info, self.dims(info), line, self._plan, about, error.fault)
         code, facts = error.code or "E202", dict(error.rows)
-        needed, tell = _TELL.get(code, ("", None))
-        told = tell(case) if tell is not None and (not needed or about.get(needed) is not None) else None
-        if told is None:
+        needed, write = _MESSAGES.get(code, ("", None))
+        message = write(case) if write is not None and (not needed or about.get(needed) is not None) else None
+        if message is None:
             ways = [facts[key] for key in ("fix", "either") if key in facts]
-            said = [f"{key} {facts[key]}" for key in ("both", "volume") if key in facts]
-            why = facts.get("why", "") if code == "E204" else "; ".join([case.shape, *said])
-            told = error.fault, why, ways[0] if ways else ""
-        fault, why, fix, *notes = told
+            texts = [f"{key} {facts[key]}" for key in ("both", "volume") if key in facts]
+            why = facts.get("why", "") if code == "E204" else "; ".join([case.shape, *texts])
+            message = error.fault, why, ways[0] if ways else ""
+        fault, why, fix, *notes = message
         rule = (f"the rule is `{line.pattern}: {line.value}`",) if line.origin is None else ()
         notes = [*style_note(line.origin, "layout"), *rule, *notes]
         return Finding(code, fault, line.origin, why, fix, tuple(notes), info.name)

@@ -180,7 +180,7 @@ class Disputes:
         if what and self._pairs.get(frozenset(keys)) == "":
             return  # reported for the tensors already
         self._pairs.setdefault(frozenset(keys), what)
-        said = f"`{what}` of `{name}`" if what else f"`{name}`"
+        subject = f"`{what}` of `{name}`" if what else f"`{name}`"
         place = pattern_place(other)
         where = f"the other rule is {place} `{place.text}`" if place is not None else ""
         code, how, fix = "W302", "agree", "drop one of them, or narrow its pattern"
@@ -189,9 +189,9 @@ class Disputes:
             code, how, fix = "E302", "disagree", "narrow one pattern" + (f" (`{only}`)" if only else "")
         rule = "a value passes a module in one way" if what else "one tensor, one rule"
         self.findings.append(Finding(
-            code, f"{said} is matched by two rules that {how}", pattern_place(line),
+            code, f"{subject} is matched by two rules that {how}", pattern_place(line),
             f"{rule}: order in the file never decides", fix,
-            (where or f"the rules are {_said(line)} and {_said(other)}",), name,
+            (where or f"the rules are {_rule_text(line)} and {_rule_text(other)}",), name,
         ))  # fmt: skip
 
     def _only(self, line: Line, other: Line) -> str:
@@ -209,7 +209,7 @@ class Disputes:
         return ""
 
 
-def _said(line: Line) -> str:
+def _rule_text(line: Line) -> str:
     """Return a rule made in Python as a line of a plan."""
     side = "" if line.kind == "tensor" else f"{line.pattern and ' '}{line.kind} {line.name}".rstrip()
     return f"`{line.pattern}{side}: {line.value}`"

@@ -54,14 +54,14 @@ def resolve(plan: Plan, model: Model) -> Resolved:
     tensors = placing.tensors()
     tensors, store_findings = with_stores(plan, model, tree, tensors)
     modules, module_findings = passings(model, matches, disputes, binder)
-    nothing, unused_findings, spoken = unused(plan, tree, matches)
-    missing, told = unplaced(plan, [name for name in placing.unmatched if name not in spoken], nothing)
+    nothing, unused_findings, styled = unused(plan, tree, matches)
+    missing, reported = unplaced(plan, [name for name in placing.unmatched if name not in styled], nothing)
     findings = [
         *plan.findings,
         *tie_findings,
         *placing.findings,
         *missing,
-        *(each.finding for each in nothing if not any(each is other for other in told)),
+        *(each.finding for each in nothing if not any(each is other for other in reported)),
         *unused_findings,
         *store_findings,
         *module_findings,
@@ -81,11 +81,11 @@ class _Placing:
         self.unmatched: list[str] = []
         self._plan, self._model, self._binder = plan, model, binder
         self._ties, self._matches, self._disputes = ties, matches, disputes
-        self._dealt: dict[int, dict[str, tuple[str, int]]] = {}
+        self._assigned: dict[int, dict[str, tuple[str, int]]] = {}
         for line in plan.lines:
             if line.kind == "tensor":
-                dealt, fault = _deal(line, matches.names[id(line)], plan)
-                self._dealt[id(line)] = dict(dealt)
+                assigned, fault = _assign(line, matches.names[id(line)], plan)
+                self._assigned[id(line)] = dict(assigned)
                 self.findings += [] if fault is None else [fault]
 
     def tensors(self) -> dict[str, Placed]:
@@ -110,11 +110,11 @@ class _Placing:
         line: Line | None = lines[0]
         if len(lines) > 1:
             meanings = self._binder.meanings(list(lines), info)
-            places = {key: (said, self._dealt[key].get(info.name)) for key, said in meanings.items()}
+            places = {key: (meaning, self._assigned[key].get(info.name)) for key, meaning in meanings.items()}
             line = self._disputes.winner(info.name, lines, places)
         if line is None:
             return None
-        bound = self._binder.bound(line.value, info, self._dealt[id(line)].get(info.name))
+        bound = self._binder.bound(line.value, info, self._assigned[id(line)].get(info.name))
         if bound is None:
             return None  # an object from Python that shards modules itself
         if isinstance(bound.spec, Spec) and bound.spec.partial_parts:
@@ -152,7 +152,7 @@ def _partial(info: TensorInfo, spec: Spec, line: Line) -> Finding:
     )  # fmt: skip
 
 
-def _deal(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, tuple[str, int]], Finding | None]:
+def _assign(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, tuple[str, int]], Finding | None]:
     """Return the axis and the coordinate of each name of a line whose pattern has ``<axis>``; else nothing.
 
     Numbers are distributed among names that differ in nothing else: each layer distributes its own experts.
@@ -182,7 +182,7 @@ def _deal(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, 
             rest = values[: at[0]] + values[at[0] + 1 :]
             groups.setdefault(rest, {}).setdefault(int(values[at[0]]), []).append(name)
     size = axes.size(axis)
-    dealt: dict[str, tuple[str, int]] = {}
+    assigned: dict[str, tuple[str, int]] = {}
     for numbers in groups.values():
         if len(numbers) % size:
             first = numbers[min(numbers)][0]
@@ -195,8 +195,8 @@ def _deal(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str, 
             )  # fmt: skip
         per = len(numbers) // size
         for order, value in enumerate(sorted(numbers)):
-            dealt |= dict.fromkeys(numbers[value], (axis, order // per))
-    return dealt, None
+            assigned |= dict.fromkeys(numbers[value], (axis, order // per))
+    return assigned, None
 
 
 def passings(
@@ -208,9 +208,9 @@ def passings(
     alike: dict[tuple[int, ...], ModuleFlows] = {}  # of modules that the same lines match
     for path, lines in matches.by_module.items():
         info = model.modules.get(path)
-        spoken = tuple(map(id, lines))
-        if spoken in alike and info is None:
-            found[path] = alike[spoken]
+        key = tuple(map(id, lines))
+        if key in alike and info is None:
+            found[path] = alike[key]
             continue
         ins: dict[str, tuple[Flow, Line]] = {}
         outs: dict[str, tuple[Flow, Line]] = {}
@@ -237,7 +237,7 @@ def passings(
                 uses.append((line.value, line))
         found[path] = ModuleFlows(ins, outs, tuple(uses), locals_)
         if len(by_what) == len(lines):
-            alike[spoken] = found[path]
+            alike[key] = found[path]
     return found, findings
 
 
@@ -262,14 +262,14 @@ def _missing(line: Line, path: str, info: ModuleInfo | None) -> Finding | None:
         if not info.arguments or line.name in info.arguments or any(name.startswith("*") for name in info.arguments):
             return None
         fault = f"`forward` of {info.class_name} has no argument `{line.name}`"
-        known, has, what = list(info.arguments), "takes", "one of them, or write `in` alone"
+        names, has, what = list(info.arguments), "takes", "one of them, or write `in` alone"
     else:
         if line.name in info.counts:
             return None
         fault = f"{info.class_name} has no attribute `{line.name}` that counts something"
-        known, has, what = sorted(info.counts), "has", "a whole number that forward reads from self"
-    why = f"{path or 'the module'} is a {info.class_name}, and {has} {', '.join(known) or 'none'}"
-    fix = nearest(line.name, known) or f"name {what}"
+        names, has, what = sorted(info.counts), "has", "a whole number that forward reads from self"
+    why = f"{path or 'the module'} is a {info.class_name}, and {has} {', '.join(names) or 'none'}"
+    fix = nearest(line.name, names) or f"name {what}"
     return Finding("E303", fault, name_place(line), why, fix, (), path)
 
 

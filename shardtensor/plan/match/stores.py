@@ -291,14 +291,14 @@ def untied(plan: Plan, model: Model, placed: Mapping[str, Placed]) -> list[Findi
             if (other.layout, other.stored, other.unit) == (first.layout, first.stored, first.unit):
                 continue
             line = other.line or first.line
-            says = [f"`{each.spec}` for {each.tensor.name}{_by(each.line)}" for each in (first, other)]
+            layouts = [f"`{each.spec}` for {each.tensor.name}{_by(each.line)}" for each in (first, other)]
             one, two = first.tensor.name, other.tensor.name
             fix = f"add the line `tie {two} = {one}`"
             if plan.is_part:
                 fix = f"give both the same cut, or drop the one of `{two}`: it is the same tensor"
             found.append(Finding(
                 "E304", f"`{two}` and `{one}` are one tensor with two layouts", line.origin if line else None,
-                f"the plan says {says[0]} and {says[1]}", fix, (), two,
+                f"the plan says {layouts[0]} and {layouts[1]}", fix, (), two,
             ))  # fmt: skip
     return found
 

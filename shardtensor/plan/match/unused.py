@@ -42,24 +42,24 @@ def unused(plan: Plan, tree: NameTree, matches: Matches) -> tuple[list[Unmatched
     """
     nothing: list[UnmatchedPattern] = []
     findings: list[Finding] = []
-    told: set[object] = set()
-    spoken: set[str] = set()
+    reported: set[object] = set()
+    styled: set[str] = set()
     for line in plan.lines:
         key = statement(line.origin, line)
         module = _missing_module(line, tree)
         if module is not None and tree.tensors(module):
-            if key not in told:
+            if key not in reported:
                 findings.append(_no_module(line, module, tree))
-            told.add(key)
-            spoken.update(tree.tensors(module))
+            reported.add(key)
+            styled.update(tree.tensors(module))
         elif not line.is_optional and (module is not None or not matches.names[id(line)]):
             each = _rule(line, line.pattern if module is None else module, tree)
             missing = each.segments[: each.at + 1]
-            if key not in told and missing not in told:
+            if key not in reported and missing not in reported:
                 nothing.append(each)
-            told |= {key, missing}
+            reported |= {key, missing}
     nothing += _alternatives(plan, tree, {each.text for each in nothing})
-    return nothing, findings, spoken
+    return nothing, findings, styled
 
 
 def _missing_module(line: Line, tree: NameTree) -> str | None:
@@ -98,7 +98,7 @@ def _no_module(line: Line, head: str, tree: NameTree) -> Finding:
     )  # fmt: skip
 
 
-def _alternatives(plan: Plan, tree: NameTree, told: set[str]) -> list[UnmatchedPattern]:
+def _alternatives(plan: Plan, tree: NameTree, reported: set[str]) -> list[UnmatchedPattern]:
     """Return alternatives in braces that match the beginning of no name of the model."""
     found: list[UnmatchedPattern] = []
     optional: dict[Way, bool] = {}
@@ -116,16 +116,16 @@ def _alternatives(plan: Plan, tree: NameTree, told: set[str]) -> list[UnmatchedP
                     optional[key] = line.is_optional
                     if not tree.has(key) and tree.has(segments[: at + 1]):
                         first[key] = _alternative(line, segments, at, one, option)
-    found += [each for key, each in first.items() if not optional[key] and each.text not in told]
+    found += [each for key, each in first.items() if not optional[key] and each.text not in reported]
     return found
 
 
 def _alternative(line: Line, segments: Way, at: int, one: Segment, option: str) -> UnmatchedPattern:
     text = str(segments[at])
     place = segment_place(line, text)
-    said = f"`{option}`" if option else "the empty alternative"
+    subject = f"`{option}`" if option else "the empty alternative"
     finding = Finding(
-        "W303", f"{said} in the braces of `{text}` matches nothing", place,
+        "W303", f"{subject} in the braces of `{text}` matches nothing", place,
         "no name of the model has it there", "correct it, or drop it from the braces",
     )  # fmt: skip
     return UnmatchedPattern(line, segments, at, _words(one), option, place, finding)
@@ -153,23 +153,23 @@ def unplaced(
     If no pattern is near, the finding is at the beginning of the plan.
     """
     nothing = list(nothing)
-    slips: dict[str, tuple[UnmatchedPattern, str] | None] = {}
+    corrections: dict[str, tuple[UnmatchedPattern, str] | None] = {}
     groups: dict[object, list[str]] = {}
     for name in names:
         kind = skeleton(name)
-        if kind not in slips:
-            slips[kind] = _nearest(name, nothing)
-        slip = slips[kind]
-        groups.setdefault((id(slip[0]), slip[1]) if slip is not None else None, []).append(name)
+        if kind not in corrections:
+            corrections[kind] = _nearest(name, nothing)
+        correction = corrections[kind]
+        groups.setdefault((id(correction[0]), correction[1]) if correction is not None else None, []).append(name)
     findings, used = [], []
     for group in groups.values():
-        slip = slips[skeleton(group[0])]
+        correction = corrections[skeleton(group[0])]
         notes = ["to accept copies on every rank: `unmatched: replicate`"]
-        if slip is None:
+        if correction is None:
             place = Origin(plan.sources[0], (0, plan.sources[0].text.find("\n"))) if plan.sources else None
             fix = f"write a rule for {'it' if len(group) == 1 else 'them'}: `PATTERN: LAYOUT`"
         else:
-            each, meant = slip
+            each, corrected = correction
             used.append(each)
             place, note = each.place, "the pattern matches nothing (W301)"
             if each.finding.code == "W303":
@@ -177,7 +177,7 @@ def unplaced(
                 note = f"`{each.text}`" if each.text else "the empty alternative"
                 note += " in the braces matches nothing (W303)"
             notes.insert(0, note)
-            fix = f"the nearest pattern is this one: did you mean `{meant}`?"
+            fix = f"the nearest pattern is this one: did you mean `{corrected}`?"
         fault = f"no rule matches {_listed(group)}"
         findings.append(Finding("E301", fault, place, "every tensor needs a layout", fix, tuple(notes), group[0]))
     return findings, used
@@ -196,33 +196,33 @@ def _nearest(name: str, nothing: Sequence[UnmatchedPattern]) -> tuple[UnmatchedP
     best: tuple[float, UnmatchedPattern, str] | None = None
     for each in nothing:
         before = Pattern(each.segments[: each.at])
-        for at, meant in enumerate(words):
+        for at, actual in enumerate(words):
             if before.captures(".".join(words[:at])) is None:
                 continue
             for word in each.words:
-                alike = SequenceMatcher(None, word, meant).ratio()
+                alike = SequenceMatcher(None, word, actual).ratio()
                 if alike >= ALIKE and (best is None or alike > best[0]):
-                    best = alike, each, _corrected(each, word, meant)
+                    best = alike, each, _corrected(each, word, actual)
     return None if best is None else best[1:]
 
 
-def _corrected(each: UnmatchedPattern, word: str, meant: str) -> str:
-    """Return the pattern as it was written, with `meant` in place of `word`; braces are kept as far as possible."""
+def _corrected(each: UnmatchedPattern, word: str, actual: str) -> str:
+    """Return the pattern as it was written, with `actual` in place of `word`; braces are kept as far as possible."""
     segment = each.segments[each.at]
     is_alternative = each.finding.code == "W303"
     place = pattern_place(each.line) if is_alternative else each.place
     written = place.text if place is not None else ".".join(map(str, each.segments))
     braces = next((part for part in segment.parts if part.kind == "one_of"), None)
     if braces is None:
-        return written.replace(str(segment), meant)
+        return written.replace(str(segment), actual)
     head, _, tail = str(segment).partition(str(braces))
     option = word[len(head) : len(word) - len(tail)]
-    right = meant
-    if is_alternative and meant.startswith(head) and meant.endswith(tail):
-        other = meant[len(head) : len(meant) - len(tail)]
+    right = actual
+    if is_alternative and actual.startswith(head) and actual.endswith(tail):
+        other = actual[len(head) : len(actual) - len(tail)]
         right = f"{head}{one_of(other if one == each.text else one for one in braces.options)}{tail}"
-    elif not is_alternative and meant.startswith(f"{head}{option}"):
-        right = f"{head}{braces}{meant[len(head) + len(option) :]}"
-    elif not is_alternative and meant.endswith(f"{option}{tail}"):
-        right = f"{meant[: len(meant) - len(option) - len(tail)]}{braces}{tail}"
+    elif not is_alternative and actual.startswith(f"{head}{option}"):
+        right = f"{head}{braces}{actual[len(head) + len(option) :]}"
+    elif not is_alternative and actual.endswith(f"{option}{tail}"):
+        right = f"{actual[: len(actual) - len(option) - len(tail)]}{braces}{tail}"
     return written.replace(str(segment), right)

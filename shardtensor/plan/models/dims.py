@@ -15,7 +15,7 @@ from shardtensor.errors import SpecError
 from shardtensor.plan.line import Dims
 from shardtensor.plan.models.model import BYTES, Model, TensorInfo
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.text.reading import read_plan, refused
+from shardtensor.plan.text.reading import plan_error, read_plan
 from shardtensor.plan.text.sources import PACKAGED
 from shardtensor.spec.diagnostics import Source
 
@@ -111,7 +111,7 @@ def _read(source: Source, config: Mapping[str, Any], world: int, params: Mapping
             raise
         ways = "; ".join(WAYS_ON)
         of_family = [attrs.evolve(each, fix=ways) for each in error.findings if each.code == "E106"]
-        raise refused(of_family or error.findings) from None
+        raise plan_error(of_family or error.findings) from None
 
 
 def source_beside(plan: Source) -> Source | None:
@@ -178,8 +178,8 @@ def expanded(pattern: str) -> Iterator[str]:
 
 def dtype_of(config: Mapping[str, Any]) -> str:
     """Return the element type in a configuration: ``dtype`` in newer ones, ``torch_dtype`` in older ones."""
-    said = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    return said if said in BYTES else "float32"
+    name = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    return name if name in BYTES else "float32"
 
 
 def _located(line: Dims, fault: str) -> SpecError:

@@ -65,13 +65,13 @@ def with_dim_names(model: Model, named: Model) -> Model:
         for end in _ends(tensor.name):
             ends.setdefault(end, tensor)
 
-    def known(tensor: TensorInfo) -> TensorInfo:
+    def with_dims(tensor: TensorInfo) -> TensorInfo:
         longer = (named.by_name[end] for end in _ends(tensor.name) if end in named.by_name)
         there = next(longer, None) or ends.get(tensor.name)
         fits = there is not None and tensor.dims is None and len(there.shape) == len(tensor.shape)
         return attrs.evolve(tensor, dims=there.dims, blocks=there.blocks) if fits and there else tensor
 
-    return attrs.evolve(model, tensors=tuple(map(known, model.tensors)))
+    return attrs.evolve(model, tensors=tuple(map(with_dims, model.tensors)))
 
 
 def _ends(name: str) -> list[str]:
@@ -98,7 +98,7 @@ def header(path: Path) -> dict[str, TensorInfo]:
     entries = _json(path, read, "its header is no JSON")
     if not isinstance(entries, dict):
         raise _refused(path, "its header names no tensors", {"found": type(entries).__name__})
-    return {unwrapped(name): _tensor(path, name, said) for name, said in entries.items() if name != "__metadata__"}
+    return {unwrapped(name): _tensor(path, name, entry) for name, entry in entries.items() if name != "__metadata__"}
 
 
 def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:

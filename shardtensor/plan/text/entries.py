@@ -65,16 +65,16 @@ class Body:
                 finding = attrs.evolve(finding, origin=_chained(self.above.calls, finding.origin), notes=notes)
             self.plan.find(finding)
 
-    def _evaluated(self, said: Node, evaluate: Callable[[Node], Any]) -> tuple[Any, str]:
+    def _evaluated(self, expr: Node, evaluate: Callable[[Node], Any]) -> tuple[Any, str]:
         """Return a value, and the condition of the ``else`` side that was taken for it."""
         notes = self.evaluator.scope.notes
         before = len(notes)
-        value = evaluate(said)
+        value = evaluate(expr)
         return value, notes[before][1] if len(notes) > before else ""
 
-    def _add(self, node: Node, said: Node, line: Line, above: Above) -> None:
+    def _add(self, node: Node, expr: Node, line: Line, above: Above) -> None:
         """Add a line to the plan, with the place of its value."""
-        origin = Origin(self.evaluator.source, span(said))
+        origin = Origin(self.evaluator.source, span(expr))
         if above.calls:
             origin = _chained(above.calls, Origin(self.evaluator.source, _entry_span(node)))
         line = attrs.evolve(line, module=self.above.pattern, is_optional=above.is_optional, depth=self.plan.depth)
@@ -83,27 +83,27 @@ class Body:
     # ---------- rules ----------
 
     def _rule(self, node: Node) -> None:
-        *prefixes, glob, said = node.children
-        above, here = self.above, Origin(self.evaluator.source, span(said))
+        *prefixes, glob, right = node.children
+        above, here = self.above, Origin(self.evaluator.source, span(right))
         below = Above(
             pattern_of(glob, self.evaluator, above.pattern),
             above.is_optional or bool(prefixes),
             above.calls,
             above.pattern_origin if above.calls else attrs.evolve(here, span=span(glob)),
         )
-        if is_kind(said, "block"):
+        if is_kind(right, "block"):
             body = Body(self.plan, self.evaluator, below)
-            for child in said.children:
+            for child in right.children:
                 body.read(child)
             return
-        value, other = self._evaluated(said, self.evaluator.value)
+        value, other = self._evaluated(right, self.evaluator.value)
         if isinstance(value, Bundle):
             self._spell_out(value, attrs.evolve(below, calls=(*above.calls, here)), other)
         elif isinstance(value, ShardingSpec):
-            self._add(node, said, Line(below.pattern, "tensor", value, other=other), below)
+            self._add(node, right, Line(below.pattern, "tensor", value, other=other), below)
         else:
-            fault = f"`{self.evaluator.text(said)}` is {kind_of(value)}, and a rule says a layout or a style"
-            raise self.evaluator.fault("E107", said, fault, fix="write such as `[tp, -]` or `replicate`")
+            fault = f"`{self.evaluator.text(right)}` is {kind_of(value)}, and a rule says a layout or a style"
+            raise self.evaluator.fault("E107", right, fault, fix="write such as `[tp, -]` or `replicate`")
 
     def _spell_out(self, bundle: Bundle, above: Above, other: str) -> None:
         lines = self.plan.lines
@@ -122,10 +122,10 @@ class Body:
         self._side("out", node)
 
     def _side(self, kind: Literal["in", "out"], node: Node) -> None:
-        *names, said = node.children
-        flow, other = self._evaluated(said, self._flow)
+        *names, expr = node.children
+        flow, other = self._evaluated(expr, self._flow)
         name = "".join(str(self.evaluator.digits(each)) if each.type == "INT" else str(each) for each in names)
-        self._add(node, said, Line(self.above.pattern, kind, flow, name, other=other), self.above)
+        self._add(node, expr, Line(self.above.pattern, kind, flow, name, other=other), self.above)
 
     def _flow(self, node: Node) -> Flow:
         sides = [self._value_layout(child) for child in node.children if not is_kind(child, "ARROW", "grad")]
@@ -157,22 +157,22 @@ class Body:
     # ---------- the rest ----------
 
     def _local(self, node: Node) -> None:
-        name, said = node.children
-        spec, other = self._evaluated(said, self.evaluator.layout_value)
+        name, expr = node.children
+        spec, other = self._evaluated(expr, self.evaluator.layout_value)
         if not isinstance(spec, Spec) or spec.axis_names != set(cut_axes(spec)) or len(spec.dims) > 1:
             why = "a number that counts is cut as one dim"
-            raise self.evaluator.fault("E202", said, f"`{spec}` is no layout of one dim", why, "write such as `[tp]`")
-        self._add(node, said, Line(self.above.pattern, "local", spec, str(name), other=other), self.above)
+            raise self.evaluator.fault("E202", expr, f"`{spec}` is no layout of one dim", why, "write such as `[tp]`")
+        self._add(node, expr, Line(self.above.pattern, "local", spec, str(name), other=other), self.above)
 
     def _use(self, node: Node) -> None:
         (call,) = node.children
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for child in call.children[1:]:
-            name, said = child.children if is_kind(child, "arg") else ("", child)
+            name, expr = child.children if is_kind(child, "arg") else ("", child)
             if name in kwargs:
                 raise self.evaluator.fault("E102", child, f"`{name}` is given twice", fix="keep one")
-            value = self.evaluator.value(said)
+            value = self.evaluator.value(expr)
             if isinstance(value, AxisValue):
                 value = value.axes[0] if len(value.axes) == 1 else value.axes
             if name:

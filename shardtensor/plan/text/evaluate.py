@@ -85,18 +85,18 @@ class Evaluator(Reader):
         """Return the value of an expression that must be a layout."""
         return self._of_kind(node, ShardingSpec, "a layout")
 
-    def _of_kind(self, node: Node, kind: type, wanted: str) -> Any:
+    def _of_kind(self, node: Node, kind: type, expected: str) -> Any:
         value = self.value(node)
         if not isinstance(value, kind):
-            raise self._wrong_kind(node, value, wanted)
+            raise self._wrong_kind(node, value, expected)
         return value
 
-    def _wrong_kind(self, node: Node, value: Any, wanted: str) -> SpecError:
+    def _wrong_kind(self, node: Node, value: Any, expected: str) -> SpecError:
         fix = ""
-        if wanted == "a layout" and isinstance(value, AxisValue):
+        if expected == "a layout" and isinstance(value, AxisValue):
             fix = f"write `[{value}, ...]` to cut the first dim, `[..., {value}]` to cut the last"
         return self.fault(
-            "E107", node, f"`{self.text(node)}` is {kind_of(value)}, and {wanted} is needed here", fix=fix
+            "E107", node, f"`{self.text(node)}` is {kind_of(value)}, and {expected} is needed here", fix=fix
         )
 
     def text(self, node: Node) -> str:
@@ -105,8 +105,8 @@ class Evaluator(Reader):
         text = " ".join(self.source.text[start:end].split())
         return text if len(text) <= 80 else text[:77] + "..."
 
-    def _fault_at(self, node: Node, told: tuple[str, str, str, str]) -> SpecError:
-        code, fault, why, fix = told
+    def _fault_at(self, node: Node, message: tuple[str, str, str, str]) -> SpecError:
+        code, fault, why, fix = message
         return self.fault(code, node, fault, why, fix)
 
     def spend(self, node: Node) -> None:
@@ -314,19 +314,19 @@ class Evaluator(Reader):
         if self._has_default:  # the default is used, so similar keys are not searched
             return SpecError("", code="E104")
         scope, key, text = self.scope, keys[-1], self.text(node)
-        known = found if isinstance(found, Mapping) else {}
-        names = [name for name, value in known.items() if isinstance(value, int) and max(len(name), len(key)) <= 100]
+        section = found if isinstance(found, Mapping) else {}
+        names = [name for name, value in section.items() if isinstance(value, int) and max(len(name), len(key)) <= 100]
         scores = {name: SequenceMatcher(None, name, key).ratio() for name in names[:1000]}
         near = max(scores, key=lambda name: scores[name], default="")
-        why, fix = f"{scope.config_source} has {len(known)} keys", f"give a default: `{text} ?? 1`"
+        why, fix = f"{scope.config_source} has {len(section)} keys", f"give a default: `{text} ?? 1`"
         file = scope.config_source.replace("\\", "/").rsplit("/", 1)[-1]
-        fault = f"the key `{key}` of {file} is null" if key in known else f"{file} has no key `{key}`"
+        fault = f"the key `{key}` of {file} is null" if key in section else f"{file} has no key `{key}`"
         if not scope.config:
             fault = f"no config was given, and the plan takes `{key}` from it"
             why = "sizes of the model stand in its config.json"
             fix = f"give it: `--model config.json`, or `config=` in Python; or {fix}"
         elif scores.get(near, 0) >= 0.5:
-            value = shown(known[near])
+            value = shown(section[near])
             why += f"; the nearest is `{near}` ({value})"
             fix = f"use `{'.'.join(['config', *keys[:-1], near])}`, or give a default: `{text} ?? {value}`"
         return self.fault("E104", node, fault, why, fix)

@@ -107,10 +107,10 @@ def _parts(node: Node) -> tuple[str, str, str]:
         head = _head(node)
         return f"{head}:", write(children[-1]), head.startswith("optional ") * "optional " + kind
     if kind in ("in", "out", "local"):
-        *names, said = children
-        return f"{' '.join([kind, *names])}:", write(said), "flow" if kind != "local" else kind
+        *names, expr = children
+        return f"{' '.join([kind, *names])}:", write(expr), "flow" if kind != "local" else kind
     if kind in ("let", "param"):
-        return f"{kind} {children[0]}", "".join(f"= {write(said)}" for said in children[1:]), kind
+        return f"{kind} {children[0]}", "".join(f"= {write(expr)}" for expr in children[1:]), kind
     texts = [write(child) for child in children]
     if kind == "dims":
         condition = f" {texts.pop()}" if children[-1].data == "condition" else ""

@@ -73,13 +73,13 @@ def read_plan(
     reader.read(files.main(plan))
     errors = [finding for finding in reader.findings if finding.severity == "error"]
     if errors:
-        error = refused(reader.findings)
+        error = plan_error(reader.findings)
         error.sources = tuple(file.source for file in files.opened.values())
         raise error
     return reader.plan()
 
 
-def refused(findings: Iterable[Finding]) -> SpecError:
+def plan_error(findings: Iterable[Finding]) -> SpecError:
     """Return the error with the text of all errors among findings."""
     findings = tuple(findings)
     errors = [finding for finding in findings if finding.severity == "error"]
@@ -155,15 +155,15 @@ class PlanReader(Statements):
     def _include(self, node: Node) -> None:
         (token,) = node.children
 
-        def refused(fault: str, why: str = "", fix: str = "") -> SpecError:
+        def include_error(fault: str, why: str = "", fix: str = "") -> SpecError:
             return self.fault("E003", token, fault, why, fix)
 
         name = self.evaluator.string(token)
         try:
-            file = self.files.include(name, self._open[-1], refused)
+            file = self.files.include(name, self._open[-1], include_error)
             if file in self._open:
                 names = " -> ".join(each.source.file for each in [*self._open, file])
-                raise refused("these files include one another in a circle", names, "take this line out")
+                raise include_error("these files include one another in a circle", names, "take this line out")
         except SpecError as error:
             self.find(finding_of(error))
             raise Stop from None
@@ -256,12 +256,12 @@ class MeshReader:
         return Axes(Mesh(tuple(known.items())), dict(scope.made_of))
 
     def _axis(self, node: Node) -> tuple[str, int | None]:
-        token, *said = node.children
+        token, *exprs = node.children
         name, first = str(token), len(self.leaves)
         size: int | None = None
         with self.plan.caught():
-            is_made = bool(said) and is_kind(said[0], "sizes")
-            size = self._composed(token, said[0], first) if is_made else self._size(token, said)
+            is_made = bool(exprs) and is_kind(exprs[0], "sizes")
+            size = self._composed(token, exprs[0], first) if is_made else self._size(token, exprs)
         if len(self.leaves) == first and name not in self.plan.scope.made_of:
             self.leaves.append((name, size))
         self._define(token, size)
@@ -276,19 +276,19 @@ class MeshReader:
         if len(known) < len(leaves):
             return None
         size = math.prod(known)
-        wanted = self.plan.scope.names.get(str(token), Binding(size)).value
-        if wanted is not POISON and wanted != size:
-            fault = f"the factors of `{token}` make {size} ({_product(leaves)}), and {token}={wanted}"
-            if not isinstance(wanted, int):
-                fault = f"`{token}` is {kind_of(wanted)}, and the size of an axis is needed here"
+        declared = self.plan.scope.names.get(str(token), Binding(size)).value
+        if declared is not POISON and declared != size:
+            fault = f"the factors of `{token}` make {size} ({_product(leaves)}), and {token}={declared}"
+            if not isinstance(declared, int):
+                fault = f"`{token}` is {kind_of(declared)}, and the size of an axis is needed here"
             raise self.plan.fault("E105", sizes, fault, fix=f"write the last one as `{token}` divided by the others")
         return size
 
-    def _size(self, token: Node, said: list[Node]) -> int:
-        plan, node = self.plan, said[0] if said else token
+    def _size(self, token: Node, exprs: list[Node]) -> int:
+        plan, node = self.plan, exprs[0] if exprs else token
         value = plan.scope.names.get(str(token), Binding(None)).value
         size: Any = value
-        if said:
+        if exprs:
             try:
                 size = plan.evaluator.number(node)
             except SpecError as error:
@@ -309,7 +309,7 @@ class MeshReader:
         if isinstance(size, bool) or not isinstance(size, int):
             raise plan.fault("E107", token, f"`{token}` is {kind_of(size)}, and the size of an axis is needed here")
         if size < 1:
-            fix = other_values(params_in(plan.scope, node)) if said else ""
+            fix = other_values(params_in(plan.scope, node)) if exprs else ""
             raise plan.fault("E105", node, f"the axis `{token}` has {size} ranks", "an axis has at least one rank", fix)
         return size
 

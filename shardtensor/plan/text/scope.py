@@ -223,8 +223,8 @@ def finding_of(error: SpecError) -> Finding:
     source, span, _ = error.parts
     facts = dict(error.rows)
     notes = [f"{key}: {value}" for key, value in error.rows if key not in ("why", "fix")]
-    told = printable(error.fault), Origin(source, span), facts.get("why", ""), facts.get("fix", "")
-    return Finding(error.code, *told, tuple(notes))
+    fields = printable(error.fault), Origin(source, span), facts.get("why", ""), facts.get("fix", "")
+    return Finding(error.code, *fields, tuple(notes))
 
 
 MOST = 8

@@ -64,26 +64,26 @@ class Files:
         fix = nearest(str(path), known) or "give the path of a file"
         raise SpecError("there is no such plan", facts, fix, code="E003")
 
-    def include(self, name: str, file: File, refused: Any) -> File:
+    def include(self, name: str, file: File, include_error: Any) -> File:
         """Open a file that another includes: relative to that one, else a packaged one.
 
         Args:
-            refused: returns the error at the place of the include, from a fault, a reason and a fix.
+            include_error: returns the error at the place of the include, from a fault, a reason and a fix.
         """
         folders = [folder for folder in (file.folder, PACKAGED) if folder is not None]
         for folder in folders:
             try:
                 if (folder / name).is_file():
                     if len(self.opened) >= MAX_FILES:
-                        raise refused(f"a plan includes at most {MAX_FILES} files")
+                        raise include_error(f"a plan includes at most {MAX_FILES} files")
                     return self._opened(folder / name, _label(folder / name))
             except SpecError:
                 raise
             except (OSError, ValueError):
-                raise refused(f"`{name}` cannot be read as text") from None
+                raise include_error(f"`{name}` cannot be read as text") from None
         known = [f'"{at.relative_to(folder)}"' for folder in folders for at in sorted(folder.glob("**/*.shard"))[:100]]
         looked = " and ".join("the plans of the package" if at is PACKAGED else str(at) for at in folders)
-        raise refused(f"`{name}` is not there", f"looked in {looked}", nearest(f'"{name}"', known))
+        raise include_error(f"`{name}` is not there", f"looked in {looked}", nearest(f'"{name}"', known))
 
     def _opened(self, path: Path, label: str) -> File:
         key = str(path.resolve())

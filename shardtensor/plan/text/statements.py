@@ -154,7 +154,7 @@ class Statements:
                 return self.evaluator.value(defaults[0]), ""
             fault, fix = f"the parameter `{name}` has no value", f"give one: --set {name}=VALUE"
             raise self.fault("E101", token, fault, "it has no default", fix)
-        value, given = self.given[name], f"from {_asked(name, self.given[name])}"
+        value, given = self.given[name], f"from {_given_by(name, self.given[name])}"
         if isinstance(value, str):
             source = Source(value, f"--set {name}")
             value = Evaluator(source, self.scope).value(parse_value(source))
@@ -173,16 +173,16 @@ class Statements:
 
     def _let(self, node: Node) -> None:
         """Define a name; several files may define one name with the same value."""
-        token, said = node.children
+        token, expr = node.children
         source = self.evaluator.source
         with self._defining(token):
-            value = self.evaluator.value(said)
+            value = self.evaluator.value(expr)
             before = self.scope.names.get(str(token))
             if before is not None and before.node is not None and not before.is_param:
                 is_other_file = self._places[str(token)].source is not source
                 if is_other_file and type(before.value) is type(value) and before.value == value:
                     return
-            self.define(token, Binding(value, said, source))
+            self.define(token, Binding(value, expr, source))
 
     def _style(self, node: Node) -> None:
         token, *needed, block = node.children
@@ -203,7 +203,7 @@ class Statements:
                 fault = f"`{key}` needs a default, for a parameter before it has one"
                 raise self.fault("E102", key, fault, fix=f"write `{key}=1`, or move it to the front")
             params[str(key)] = "value"
-            defaults |= {str(key): said for said in default}
+            defaults |= {str(key): expr for expr in default}
         usage = f"{name}({', '.join(self.evaluator.text(param).replace(' ', '') for param in needed)})"
         word = Word(name, "style", usage, params, len(params) - len(defaults))
         styles[name] = Style(word, defaults, tuple(block.children), self.evaluator.source, above)
@@ -214,7 +214,7 @@ class Statements:
         why = f"the parameters are {', '.join(params)}" if params else "the plan has no parameters"
         for name, value in self.given.items():
             if name not in params:
-                notes = (f"from {_asked(name, value)}",)
+                notes = (f"from {_given_by(name, value)}",)
                 self.find(Finding("E101", f"no parameter is called `{name}`", None, why, nearest(name, params), notes))
 
     def _data(self, node: Node) -> None:
@@ -242,13 +242,13 @@ class Statements:
             return
         found: dict[str, tuple[int, ...]] = {}
         for arg in args:
-            name, said = arg.children
+            name, expr = arg.children
             if name in found:
                 raise self.fault("E204", name, f"the dim `{name}` is named twice", fix="keep one")
-            parts = said.children if is_kind(said, "tuple") else [said]
+            parts = expr.children if is_kind(expr, "tuple") else [expr]
             found[str(name)] = tuple(map(self.evaluator.number, parts))
             if (least := min(found[str(name)])) < 0:
-                raise self.fault("E107", said, f"a dim has {least} elements")
+                raise self.fault("E107", expr, f"a dim has {least} elements")
         pattern = self._counted(pattern_of(glob, self.evaluator, names=False), glob)
         blocks = tuple((name, lengths) for name, lengths in found.items() if len(lengths) > 1)
         self.all_dims.append(Dims(pattern, tuple(found), tuple(map(sum, found.values())), self.origin(glob), blocks))
@@ -281,32 +281,32 @@ class Statements:
         self.ties.append(Tie(pattern, to, Origin(self.evaluator.source, (span(one)[0], span(other)[1]))))
 
     def _store(self, node: Node) -> None:
-        glob, said, *by = node.children
-        spec = self.evaluator.layout_value(said)
+        glob, expr, *by = node.children
+        spec = self.evaluator.layout_value(expr)
         if not isinstance(spec, Spec) or spec.dims or spec.named or spec.only_part or spec.partial_parts:
             why = "what is stored is the layout of the rule, flattened"
-            raise self.fault("E107", said, f"`{spec}` cannot be stored", why, "write such as `flat(dp)` or `replicate`")
+            raise self.fault("E107", expr, f"`{spec}` cannot be stored", why, "write such as `flat(dp)` or `replicate`")
         pattern, *units = (pattern_of(glob, self.evaluator, names=False) for glob in (glob, *by))
-        self.stores.append(Store(pattern, spec.flat_part, tuple(units), self.origin(said), self.origin(glob)))
+        self.stores.append(Store(pattern, spec.flat_part, tuple(units), self.origin(expr), self.origin(glob)))
 
     def _unmatched(self, node: Node) -> None:
-        (said,) = node.children
-        spec = self.evaluator.layout_value(said)
+        (expr,) = node.children
+        spec = self.evaluator.layout_value(expr)
         if not isinstance(spec, Spec):
             why = "tensors of many shapes may fall to it"
-            raise self.fault("E107", said, f"`{spec}` names devices", why, "write `replicate`")
+            raise self.fault("E107", expr, f"`{spec}` names devices", why, "write `replicate`")
         before = self.rest
         if before is not None and before.depth == self.depth and before.spec != spec:
-            raise self.fault("E302", said, "`unmatched` is said twice", f"also in {before.origin}", "keep one")
+            raise self.fault("E302", expr, "`unmatched` is said twice", f"also in {before.origin}", "keep one")
         if before is None or self.depth < before.depth:
-            self.rest = Unmatched(spec, self.depth, self.origin(said))
+            self.rest = Unmatched(spec, self.depth, self.origin(expr))
 
 
 _ALIKE = {("an axis", "a number"), ("a number", "an axis"), ("a word", "a number"), ("a number", "a word")}
 """Kinds of values that may replace one another: ``grain = row``."""
 
 
-def _asked(name: str, value: Any) -> str:
+def _given_by(name: str, value: Any) -> str:
     """Return how a parameter was given from outside, as text."""
     if isinstance(value, str):
         return f"--set {name}={value} on the command line"
