@@ -22,7 +22,7 @@ PURE = ORDER[: ORDER.index("comm")]
 
 LINES = 41_991
 IN_CIRCLES: dict[str, int] = {}
-DEFINED_TWICE = 37
+DEFINED_TWICE = 36
 LATE_IMPORTS = 17
 OF_ONE_IMPORTER = 45
 """What there is today of each; a commit that takes some away lowers the number, and none raises it."""

@@ -31,7 +31,7 @@ def agree(group: Group, call: str, facts: Mapping[str, str], fault: ShardTensorE
 
     Raises:
         ShardTensorError: on every rank, with the type of `fault` and one text, if a rank passed a fault.
-        DisagreementError: on every rank, with one text that says which ranks hold which value of which fact.
+        DisagreementError: on every rank, with one text that lists which ranks hold which value of which fact.
     """
     if group.size == 1:
         if fault is not None:

@@ -25,7 +25,7 @@ from shardtensor.errors import SpecError
 from shardtensor.mesh import Mesh
 
 _SHOWN_COUNTS = 16
-_wanted = False
+_is_requested = False
 
 WHEN_CHECKED: list[Callable[[], None]] = []
 """Functions to call once, when the first checked group is made; they switch on further checks."""
@@ -36,7 +36,7 @@ def check_collectives() -> None:
 
     Before each collective the ranks compare the call and the line that made it, the module whose forward it is part
     of, the operation, the dtype and the counts. If they differ, every rank raises an error that names all calls. If a
-    rank does not join, the others raise an error before the timeout of the group, which says what that rank does
+    rank does not join, the others raise an error before the timeout of the group, which shows what that rank does
     instead. A plain tensor used in an operation with a sharded one must be the same on all ranks, bit for bit: the
     ranks compare a checksum.
 
@@ -46,8 +46,8 @@ def check_collectives() -> None:
         >>> import shardtensor
         >>> shardtensor.check_collectives()  # doctest: +SKIP
     """
-    global _wanted
-    _wanted = True
+    global _is_requested
+    _is_requested = True
 
 
 def are_collectives_checked() -> bool:
@@ -59,7 +59,7 @@ def are_collectives_checked() -> bool:
     name = os.environ.get("SHARDTENSOR_CHECK", "")
     if name not in ("", "collectives"):
         raise SpecError(f"SHARDTENSOR_CHECK knows no check called `{name}`", fix="SHARDTENSOR_CHECK=collectives")
-    return _wanted or name == "collectives"
+    return _is_requested or name == "collectives"
 
 
 def _checked(name: str, describe: Callable[..., str]) -> Any:

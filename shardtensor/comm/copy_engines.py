@@ -50,13 +50,13 @@ class Buffer:
         self._storage = allocation.memory.untyped_storage()
         self._users = 0
 
-    def seal(self) -> None:
-        """Count who refers to the memory now: the states that it is assigned to."""
+    def count_users(self) -> None:
+        """Record how many references to the memory exist now: those of the states that use it."""
         self._users = self._count()
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody else does: no graph waits for its backward."""
+        """Whether nothing else refers to it: no graph waits for its backward."""
         return self._count() <= self._users
 
     def _count(self) -> int:
@@ -98,7 +98,7 @@ def _gatherer(group: TorchGroup, device: torch.device) -> TorchGroup:
 
 
 def _all_can(group: TorchGroup, device: torch.device) -> bool:
-    """Whether copy engines can be used: all members are GPUs of one host and meet the conditions. Collective."""
+    """Whether copy engines can be used: all members are GPUs of one host and fulfil the conditions. Collective."""
     version = torch.cuda.nccl.version() if group.support.backends.get("cuda") == "nccl" else (0, 0, 0)
     devices = range(torch.cuda.device_count())
     can_use = (

@@ -169,18 +169,18 @@ def group_along(group: Group, names: Iterable[str], error: type[ShardTensorError
     """
     if group.mesh is None:
         return group
-    wanted = tuple(names)
-    group.mesh.refuse_unknown(wanted, error)
-    return group.axis(*(name for name in group.mesh.names if name in wanted))  # in mesh order: one group for each set
+    requested = tuple(names)
+    group.mesh.refuse_unknown(requested, error)
+    return group.axis(*(n for n in group.mesh.names if n in requested))  # in mesh order: one group for each set
 
 
 def group_on_mesh(group: Group, mesh: Mesh) -> Group:
     """Return the view of a group with this mesh; equal meshes give the same object. Sends nothing. Views of one
     group use the same subgroups."""
-    known: dict[Mesh, Group] = vars(group).setdefault("_on_meshes", {})
-    if mesh not in known:
-        known[mesh] = group.on_mesh(mesh, {})
-    return known[mesh]
+    cached: dict[Mesh, Group] = vars(group).setdefault("_on_meshes", {})
+    if mesh not in cached:
+        cached[mesh] = group.on_mesh(mesh, {})
+    return cached[mesh]
 
 
 class SingleRankGroup(Group):

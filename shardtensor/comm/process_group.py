@@ -139,9 +139,9 @@ def _find_group(where: Any) -> Group:
         _groups[where] = group
         return group
     if isinstance(where, dist.DeviceMesh):
-        known = _mesh_groups.get(id(where))
-        if known is not None and known[0]() is where:
-            return known[1]
+        cached = _mesh_groups.get(id(where))
+        if cached is not None and cached[0]() is where:
+            return cached[1]
         forget_destroyed()
         group = _group_of_mesh(where)
         _mesh_groups[id(where)] = (weakref.ref(where), group)
@@ -157,7 +157,7 @@ def _find_group(where: Any) -> Group:
 
 def device_mesh_of(group: Group) -> Any:
     """Return the DeviceMesh from which `as_group` made this group, if it still exists, else None."""
-    meshes = (mesh() for mesh, known in _mesh_groups.values() if known is group)
+    meshes = (mesh() for mesh, cached in _mesh_groups.values() if cached is group)
     return next((mesh for mesh in meshes if mesh is not None), None)
 
 
@@ -170,7 +170,7 @@ def _non_member_group(rank: int) -> Group:
 def forget_destroyed() -> None:
     """Drop the references to groups that torch has destroyed, which ends their threads and closes their sockets.
     `as_group` calls it whenever it makes a group."""
-    for process_group in [known for known in _groups if known not in _world.pg_map]:
+    for process_group in [pg for pg in _groups if pg not in _world.pg_map]:
         del _groups[process_group]
     for key, (mesh, group) in list(_mesh_groups.items()):
         if mesh() is None or group.process_group not in _world.pg_map:

@@ -172,17 +172,17 @@ class Rendezvous:
         """Read the counter until all ranks have arrived."""
         start = time.monotonic()
         # Before the timeout, so that this error is raised before the backend's.
-        patience = self.timeout_s - min(1.0, self.timeout_s / 4)
+        limit_s = self.timeout_s - min(1.0, self.timeout_s / 4)
         checked = 0.0
         while arrived != len(self.ranks) * (ARRIVAL + digest):
             waited = time.monotonic() - start
             count, total = divmod(arrived, ARRIVAL)
             if total != count * digest:
-                if count < len(self.ranks) and waited < min(_MISMATCH_WAIT_S, patience):
+                if count < len(self.ranks) and waited < min(_MISMATCH_WAIT_S, limit_s):
                     time.sleep(0.01)
                 else:
                     raise self._shared_error(here.key, self._mismatch(here, "the ranks are in different calls"))
-            elif waited > patience:
+            elif waited > limit_s:
                 self._withdraw(here, digest, self._absence(here, operation, f"within {self.timeout_s:g} s"))
             elif waited - checked > _CHECK_ABSENT_S:
                 checked = waited
@@ -194,22 +194,22 @@ class Rendezvous:
             arrived = self.statuses.store.add(here.key, 0)
 
     def _check_absent(self, here: RankStatus, operation: str, digest: int) -> None:
-        """Raise if the absent ranks can never arrive: one has ended, or the ranks wait in a circle."""
+        """Raise if the absent ranks can never arrive: one has ended, or the ranks wait in a cycle."""
         absent = self._absent(here)
         if any(at is not None and not at.key for at in absent.values()):
             self._withdraw(here, digest, self._absence(here, operation, "and some of them have ended"))
-        circle = self._circle(here)
-        if circle and circle == self._circle(here):
-            facts = {f"rank {rank}": f"{at.call}\n{at.place}" for rank, at in sorted(circle.items())}
-            fault = f"{name_ranks(circle)} wait for each other in different groups; nothing was moved"
+        cycle = self._cycle(here)
+        if cycle and cycle == self._cycle(here):
+            facts = {f"rank {rank}": f"{at.call}\n{at.place}" for rank, at in sorted(cycle.items())}
+            fault = f"{name_ranks(cycle)} wait for each other in different groups; nothing was moved"
             error = CallMismatchError(fault, facts, _ORDER)
-            for at in circle.values():  # else the others would see this rank leave, and wait for it
+            for at in cycle.values():  # else the others would see this rank leave, and wait for it
                 if at.key != here.key:
                     self._shared_error(at.key, error)
             self._withdraw(here, digest, error)
 
-    def _circle(self, here: RankStatus) -> dict[int, RankStatus]:
-        """Return the ranks that wait for each other in a circle, from this one; empty if one of them does not wait. A
+    def _cycle(self, here: RankStatus) -> dict[int, RankStatus]:
+        """Return the ranks that wait for each other in a cycle, from this one; empty if one of them does not wait. A
         rank with one thread, whose last rendezvous is still open, waits there."""
         path = {self.statuses.rank: here}
         while True:

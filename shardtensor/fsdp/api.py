@@ -26,7 +26,7 @@ from shardtensor.fsdp.policy import (
 from shardtensor.fsdp.state import FSDPState, state_of
 from shardtensor.layout.ranges import ANYWHERE, ShardPlacement, name_order, parameter_groups
 from shardtensor.parallel.data_mesh import DataMesh
-from shardtensor.parallel.memory import Home, load_keeps_layouts
+from shardtensor.parallel.memory import Location, load_keeps_layouts
 from shardtensor.tensor.gradient import grad_dtype_of
 from shardtensor.tensor.placing import own_device
 
@@ -137,14 +137,14 @@ def _shard_one(
             info.placement = _placement(info, data_mesh, placement)
     except ShardTensorError as error:
         fault = error
-    said = "\n".join(
+    params_text = "\n".join(
         f"{info.name} {tuple(info.param.shape)} {info.param.dtype} {info.param.requires_grad} "
         f"{grad_dtype_of(info.param)} {info.placement}"
         for info in params_info
     )
     options = f"reshard_after_forward={reshard_after_forward}, {mp_policy}, {offload_policy}, find_unused={find_unused}"
     call = f"fully_shard({', '.join(type(module).__name__ for module in modules)})"
-    agree(data_mesh.whole, call, {"parameters": said, "options": options}, fault)
+    agree(data_mesh.whole, call, {"parameters": params_text, "options": options}, fault)
     param_groups: list[ParamGroup] = []
     for members in _groups(params_info):
         group = ParamGroup(members, data_mesh, device, mp_policy, offload_policy)
@@ -189,10 +189,10 @@ def _params_info(modules: Sequence[nn.Module], ignored: set[int]) -> list[ParamI
     roots = [(module, f"{i}." if len(modules) > 1 else "") for i, module in enumerate(modules)]
     for prefix, owner in dict.fromkeys(item for module, start in roots for item in _own_modules(module, start)):
         for name, param in owner._parameters.items():
-            if param is None or id(param) in ignored or any((owner, name) == home for home in _homes(found, param)):
+            if param is None or id(param) in ignored or any((owner, name) == at for at in _locations(found, param)):
                 continue
             info = found.setdefault(id(param), ParamInfo.of(f"{prefix}{name}", param))
-            info.homes.append((owner, name))
+            info.locations.append((owner, name))
     return sorted(found.values(), key=lambda info: name_order(info.name))
 
 
@@ -202,8 +202,8 @@ def _placement(info: ParamInfo, data_mesh: DataMesh, placement: Callable[[nn.Par
         return ANYWHERE
     shape, tp_spec = tuple(info.values.shape), info.tp_spec
     axis, is_named = (data_mesh.axis, data_mesh.is_named) if tp_spec is None else (tp_spec.axis, True)
-    asked = placement(info.param)  # type: ignore[arg-type]
-    found = ShardPlacement.of(asked, info.name, shape, axis, is_named, data_mesh.shard.size)
+    requested = placement(info.param)  # type: ignore[arg-type]
+    found = ShardPlacement.of(requested, info.name, shape, axis, is_named, data_mesh.shard.size)
     if found.dim is not None and tp_spec is not None and tp_spec.layout.dims[found.dim] is not None:
         raise LayoutError(
             f"shard_placement_fn cuts dim {found.dim} of `{info.name}`, which is cut already",
@@ -213,8 +213,8 @@ def _placement(info: ParamInfo, data_mesh: DataMesh, placement: Callable[[nn.Par
     return found
 
 
-def _homes(found: dict[int, ParamInfo], param: nn.Parameter) -> Sequence[Home]:
-    return found[id(param)].homes if id(param) in found else ()
+def _locations(found: dict[int, ParamInfo], param: nn.Parameter) -> Sequence[Location]:
+    return found[id(param)].locations if id(param) in found else ()
 
 
 def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:

@@ -46,9 +46,9 @@ def _check_free(modules: Sequence[nn.Module], info: ParamInfo) -> None:
     group = getattr(info.param, "_param_group", None)
     if group is None:
         return
-    [other] = [known for known in group.params_info if known.param is info.param]
-    owner, name = info.homes[0]
-    if any(home[0] is owner and home[1] == name for home in other.homes):
+    [other] = [each for each in group.params_info if each.param is info.param]
+    owner, name = info.locations[0]
+    if any(location[0] is owner and location[1] == name for location in other.locations):
         raise LayoutError(
             f'"{info.name}" of this {plain_class(modules[0]).__name__} is held by the fully sharded module around it '
             "already",
@@ -67,10 +67,10 @@ def _name_in(modules: Sequence[nn.Module], other: ParamInfo) -> str:
     """Return the name of another unit's parameter, relative to `modules` if they contain it."""
     for module in modules:
         for prefix, owner in module.named_modules():
-            for home, name in other.homes:
-                if owner is home:
+            for location, name in other.locations:
+                if owner is location:
                     return f"{prefix}.{name}" if prefix else name
-    return f"{plain_class(other.homes[0][0]).__name__}.{other.name}"
+    return f"{plain_class(other.locations[0][0]).__name__}.{other.name}"
 
 
 def _check_dtype(info: ParamInfo, policy: MixedPrecisionPolicy) -> None:
@@ -89,7 +89,7 @@ def _check_dtype(info: ParamInfo, policy: MixedPrecisionPolicy) -> None:
 def _check_changeable(info: ParamInfo) -> None:
     """Swap the parameter's contents and swap them back: all parameters are swapped after all ranks agree."""
     param: Any = info.param
-    for owner, _ in info.homes:
+    for owner, _ in info.locations:
         drop_weak_references(owner, [param])
     dummy = torch.empty(0)
     try:
@@ -124,8 +124,8 @@ class ParameterWatch:
 
     def __init__(self, states: Sequence[FSDPState]) -> None:
         self._param_groups = [group for state in states for group in state.param_groups]
-        homes = (home for group in self._param_groups for info in group.params_info for home in info.homes)
-        self._places = list({id(owner): owner._parameters for owner, _ in homes}.values())
+        locations = (at for group in self._param_groups for info in group.params_info for at in info.locations)
+        self._places = list({id(owner): owner._parameters for owner, _ in locations}.values())
         self._held = [param for place in self._places for param in place.values()]
         self._sharded_params = [sharded for group in self._param_groups for sharded in group.sharded_params]
         self._changes, self._pointers = self._count(), self._point()
@@ -183,7 +183,7 @@ def _reset(group: ParamGroup) -> None:
 
 def _present(info: ParamInfo, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the parameter that the modules have now, and put it under all names of `info`."""
-    present = [owner._parameters.get(name) for owner, name in info.homes]
+    present = [owner._parameters.get(name) for owner, name in info.locations]
     first = next((param for param in present if param is not info.param), info.param)
     if first is None or any(param is None for param in present):
         raise RuleError(f'"{info.name}" was taken out of a fully sharded module', fix=_AGAIN)
@@ -196,10 +196,10 @@ def _present(info: ParamInfo, shape: tuple[int, ...]) -> torch.Tensor:
     others = [param for param in present if param is not first and param is not info.param]
     if others and not all(_is_same(first, other) for other in others if other is not None):
         raise RuleError(
-            f'"{info.name}" has {len(info.homes)} names, under which there are different tensors now',
+            f'"{info.name}" has {len(info.locations)} names, under which there are different tensors now',
             fix="put one tensor under all names of a tied parameter",
         )
-    for owner, name in info.homes:
+    for owner, name in info.locations:
         owner._parameters[name] = first  # type: ignore[assignment]
     return first
 

@@ -52,7 +52,7 @@ def _copy_param_group(group: ParamGroup, memo: dict[int, Any]) -> ParamGroup:
         attrs.evolve(
             info,
             param=copy.deepcopy(info.param, memo),
-            homes=[(copy.deepcopy(owner, memo), name) for owner, name in info.homes],
+            locations=[(copy.deepcopy(owner, memo), name) for owner, name in info.locations],
         )
         for info in group.params_info
     ]

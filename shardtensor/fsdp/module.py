@@ -18,7 +18,7 @@ class FSDPModule:
     """The base that `fully_shard` gives a module's class.
 
     Its methods have the names and the meaning of those of ``torch.distributed.fsdp.FSDPModule``. All ranks call them
-    alike. Unless a method's docstring says otherwise, call it between forward and backward passes, and it sends
+    alike. Unless a method's docstring states otherwise, call it between forward and backward passes, and it sends
     nothing. Options take effect from the next forward or backward on.
     """
 

@@ -24,7 +24,7 @@ _NUMBER = Struct("<i")
 _GRACE_S = 10.0  # between the timeouts of different ranks
 _made: Counter[tuple[int, ...]] = Counter()  # orders of the same ranks; it gives a rendezvous one name on all ranks
 
-WAYS_OUT = (
+FIXES = (
     "let every rank call the same modules in the same order, as with a loss of zero times what it does not need",
     "call fully_shard on a module that holds all of them instead, with find_unused=True: what a rank does not use"
     " counts as zero",
@@ -63,10 +63,10 @@ class ExecutionOrder:
         """
         if expected is not None and kind not in self._orders:
             self._orders[kind] = expected()
-        known = self._orders.get(kind)
+        recorded = self._orders.get(kind)
         self._kind, self._next, self.has_left_order = kind, 0, False
-        self.is_recording = known is None
-        self._order = [] if known is None else known
+        self.is_recording = recorded is None
+        self._order = [] if recorded is None else recorded
 
     def visit(self, unit: int, is_gathered: bool) -> Sequence[int]:
         """Return the units to gather, one after the other, so that `unit` is gathered."""
@@ -138,7 +138,7 @@ class ExecutionOrder:
         raise CallMismatchError(
             f"ranks went different ways through fully sharded modules in a {self._name()}; nothing was moved",
             facts,
-            list(WAYS_OUT),
+            list(FIXES),
         )
 
     def _wait_for_all(self, place: str, others_time_out: bool = True) -> None:
@@ -154,8 +154,8 @@ class ExecutionOrder:
             self._group.exchange(_NUMBER.pack(crc32(place.encode()) >> 1))
             return
         assert self._rendezvous is not None
-        patience_s = timeout_of(self._group.process_group) if others_time_out else 0.0
-        self._rendezvous.timeout_s = patience_s + _GRACE_S
+        others_timeout_s = timeout_of(self._group.process_group) if others_time_out else 0.0
+        self._rendezvous.timeout_s = others_timeout_s + _GRACE_S
         self._rendezvous.wait("fully_shard", place)
 
     def _has_rendezvous(self) -> bool:

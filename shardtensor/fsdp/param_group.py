@@ -87,14 +87,14 @@ class ParamGroup:
         """Compute the dtypes of computation, of gradients and of reductions."""
         self.compute_dtype = (self.policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
         self.compute_grad_dtypes()
-        wanted = self.compute_dtype if self.gradients.dtype == self.dtype else self.gradients.dtype
-        self.gradients.reduce_in(self.policy.reduce_dtype or wanted)
+        default = self.compute_dtype if self.gradients.dtype == self.dtype else self.gradients.dtype
+        self.gradients.reduce_in(self.policy.reduce_dtype or default)
 
     def compute_grad_dtypes(self) -> None:
         """Set the dtypes of gradients to those that users set; reductions use them from the next forward on."""
-        asked = [grad_dtype_of(info.param) for info in self.params_info]
-        dtype = self.gradients.dtype = reduce(torch.promote_types, asked)
-        self.gradients.dtypes = None if all([own == dtype for own in asked]) else asked
+        dtypes = [grad_dtype_of(info.param) for info in self.params_info]
+        dtype = self.gradients.dtype = reduce(torch.promote_types, dtypes)
+        self.gradients.dtypes = None if all([own == dtype for own in dtypes]) else dtypes
 
     # -- sharded parameters -------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class ParamGroup:
     def show_sharded(self) -> None:
         """Put the sharded parameters into the modules."""
         for info, sharded in zip(self.params_info, self.sharded_params, strict=True):
-            for owner, name in info.homes:
+            for owner, name in info.locations:
                 owner._parameters[name] = sharded  # type: ignore[assignment]
 
     @property

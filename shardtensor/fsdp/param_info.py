@@ -24,7 +24,7 @@ from shardtensor.layout.ranges import ANYWHERE, Ranges, ShardPlacement, lay_out,
 from shardtensor.mesh import Mesh
 from shardtensor.parallel.data_mesh import DataMesh
 from shardtensor.parallel.layers import ParallelLayer
-from shardtensor.parallel.memory import Home
+from shardtensor.parallel.memory import Location
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.dtensor import as_dtensor, parameter_of
@@ -127,7 +127,7 @@ class ParamInfo:
 
     name: str
     param: torch.Tensor
-    homes: list[Home]
+    locations: list[Location]
     placement: ShardPlacement = ANYWHERE
     tp_spec: TPSpec | None = None
     dtensor: Any = None
@@ -155,7 +155,7 @@ class ParamInfo:
         """
         if self.tp_spec is not None:
             return self.tp_spec.has_copies
-        flows = [owner.flow for owner, _ in self.homes if isinstance(owner, ParallelLayer)]
+        flows = [owner.flow for owner, _ in self.locations if isinstance(owner, ParallelLayer)]
         return has_neighbours or any(flow.sums is not None or flow.sums_bias is not None for flow in flows)
 
     @property

@@ -63,7 +63,7 @@ class GradientReducer:
         self._recomputed: set[int] = set()  # a backward inside the present one may compute gradients of these
         self._missing: set[int] = set()  # this rank has no gradients of these
         self._passed: set[int] = set()  # the execution order has reached these
-        self._landed: dict[int, torch.Tensor] | None = None  # only if ranks exchange which parameters they used
+        self._reduced_grads: dict[int, torch.Tensor] | None = None  # only if ranks exchange which parameters they used
         self._is_accumulating = any(group.gradients.are_waiting for group in param_groups)
         self._dtypes = self._present_dtypes()
         for position, group in enumerate(param_groups):
@@ -95,8 +95,8 @@ class GradientReducer:
 
     def record(self, param_groups: Iterable[ParamGroup]) -> None:
         """Record the order in which a forward used groups, the same on all ranks; groups it did not use come last."""
-        known = self._used_first.get(self.trains, [])
-        self._used_first[self.trains] = list(dict.fromkeys([*known, *(g.gradients.position for g in param_groups)]))
+        earlier = self._used_first.get(self.trains, [])
+        self._used_first[self.trains] = list(dict.fromkeys([*earlier, *(g.gradients.position for g in param_groups)]))
         self._orders.clear()
 
     def _order(self, param_groups: Iterable[ParamGroup]) -> list[ParamGroup]:
@@ -105,18 +105,18 @@ class GradientReducer:
         order = dict.fromkeys([*used_first, *range(len(self.param_groups))])
         return [self.param_groups[position] for position in reversed(order) if position in inside]
 
-    def begin(self, scope: Hashable, among: Callable[[], Iterable[ParamGroup]]) -> None:
+    def begin(self, scope: Hashable, reachable: Callable[[], Iterable[ParamGroup]]) -> None:
         """Begin a backward.
 
         Args:
             scope: identifies backwards that reach the same groups.
-            among: returns the groups that this backward may reach; all ranks reduce those of them that train.
+            reachable: returns the groups that this backward may reach; all ranks reduce those of them that train.
         """
         self.unused.check(waits=True)
         self._next, self._task = 0, _in_backward()
         key = self.trains, scope
         if key not in self._orders:
-            self._orders[key] = {group: place for place, group in enumerate(self._order(among()))}
+            self._orders[key] = {group: place for place, group in enumerate(self._order(reachable()))}
         self._places = self._orders[key]
         self._expected = expected = list(self._places)
         self._missing, self._passed = set(), set()
@@ -124,8 +124,8 @@ class GradientReducer:
         if not all(runs):
             absent = {group.gradients.position for group, will_run in zip(expected, runs, strict=True) if not will_run}
             self._missing = absent - self._recomputed
-        is_exchanged = self.unused.asks and any([group.gradients.requires_sync for group in expected])
-        self._landed = {} if is_exchanged else None
+        is_exchanged = self.unused.is_exchanging and any([group.gradients.requires_sync for group in expected])
+        self._reduced_grads = {} if is_exchanged else None
 
     def skip(self, param_groups: Iterable[ParamGroup]) -> None:
         """Reduce zeros for those of these groups of which this rank has no gradients, when it is their turn.
@@ -173,7 +173,7 @@ class GradientReducer:
         if not gradients.requires_sync:  # the same on all ranks
             return
         turn = self._turn
-        self._land(turn)
+        self._finish_reduction(turn)
         self._turn = (turn + 1) % self.buffers
         buffer = self._input_buffer(group, turn)
         used = gradients.pack(buffer)
@@ -188,7 +188,7 @@ class GradientReducer:
             pending.grad = gradients.receive(buffer.summed, used)
             self._stream.mark(self._events[turn])
 
-    def _land(self, turn: int) -> None:
+    def _finish_reduction(self, turn: int) -> None:
         """Wait for a pending reduction, and set its result as gradients of the parameters."""
         reduced, self._pending[turn] = self._pending[turn], None
         if reduced is None:
@@ -209,9 +209,9 @@ class GradientReducer:
             self._is_accumulating = True
             return
         gradients.attach(grad, reduced.used)
-        if self._landed is not None:
-            before = self._landed.get(gradients.position, grad)
-            self._landed[gradients.position] = grad if before is grad else before + grad
+        if self._reduced_grads is not None:
+            before = self._reduced_grads.get(gradients.position, grad)
+            self._reduced_grads[gradients.position] = grad if before is grad else before + grad
         if gradients.flat_shard.has_hooks:
             self._run_hooks(group, reduced.used)
 
@@ -219,9 +219,9 @@ class GradientReducer:
         group.show_sharded()  # the module's backward no longer needs the unsharded ones
         group.gradients.run_hooks(used)
 
-    def _land_all(self) -> None:
+    def _finish_reductions(self) -> None:
         for _ in self._pending:
-            self._land(self._turn)
+            self._finish_reduction(self._turn)
             self._turn = (self._turn + 1) % self.buffers
 
     def end(self) -> None:
@@ -229,15 +229,15 @@ class GradientReducer:
         while self._next < len(self._expected):
             self._next += 1
             self._send(self._expected[self._next - 1])
-        self._land_all()
+        self._finish_reductions()
         if self._is_accumulating:  # parameters that an earlier backward used and this one did not
             for group in self.param_groups:
                 if group.gradients.are_due:
                     self._send(group)
-            self._land_all()
+            self._finish_reductions()
             self._is_accumulating = any(group.gradients.are_waiting for group in self.param_groups)
-        if self._landed is not None:
-            self._attach_missed(self._landed)
+        if self._reduced_grads is not None:
+            self._attach_missed(self._reduced_grads)
         self._recomputed.clear()
         self._stream.join()
         if self.unused.pattern:  # otherwise no rank has reduced anything
@@ -246,14 +246,14 @@ class GradientReducer:
         for memory in self._memory.values():
             free(memory)
 
-    def _attach_missed(self, landed: dict[int, torch.Tensor]) -> None:
+    def _attach_missed(self, reduced_grads: dict[int, torch.Tensor]) -> None:
         """Set the gradients of parameters that only other ranks used."""
         for position, missed in self.unused.exchange().items():
-            if position in landed:
+            if position in reduced_grads:
                 group = self.param_groups[position]
-                group.gradients.attach(landed[position], missed)
+                group.gradients.attach(reduced_grads[position], missed)
                 self._run_hooks(group, missed)
-        self._landed = None
+        self._reduced_grads = None
 
     def drop(self) -> None:
         """Drop the state of a backward that broke off; gradients accumulated by earlier backwards stay."""

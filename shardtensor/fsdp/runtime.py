@@ -115,7 +115,7 @@ class Runtime:
     def _begin_forward(self, state: FSDPState) -> None:
         refuse_transform(state)
         if self._is_backward:
-            self._break_off()
+            self._drop_backward()
         self._unused.check(waits=not self.streams.is_cuda)
         if self.is_stale:
             self._assign_buffers_anew()
@@ -206,7 +206,7 @@ class Runtime:
     def reset(self) -> None:
         """Drop the state of a broken forward or backward, and accumulated gradients."""
         self._depth, self._last = 0, None
-        self._break_off()
+        self._drop_backward()
         for state in self.states:
             self.reshard(state)
             state.finish()
@@ -259,10 +259,10 @@ class Runtime:
         """Start to gather `state` now, so that its next forward need not."""
         is_between = not self.is_running()
         if not state.has_own_buffer:
-            state.is_asked = self.is_stale = True
+            state.is_user_unsharded = self.is_stale = True
         if is_between:
             if self._is_backward:
-                self._break_off()
+                self._drop_backward()
             if self.is_stale:
                 self._assign_buffers_anew()
             self._count_writes()
@@ -315,7 +315,7 @@ class Runtime:
     def start_backward(self, grad: torch.Tensor | None = None) -> None:
         """Start the backward state if it has not started. Usable as a tensor hook."""
         if self._is_backward and self._ending() is None:
-            self._break_off()
+            self._drop_backward()
         if not self._is_backward:
             self._begin_backward()
 
@@ -331,8 +331,8 @@ class Runtime:
         self.reducer.begin(self._scope.called, self._groups_in_scope)
         for state in self.states:
             if state.stays_unsharded:  # only a second backward of the same forward gathers it
-                is_lost = state.sharded_state is SHARDED and state.param_groups
-                if is_lost and self._is_in_scope(state) and all([group.is_unwritten for group in state.param_groups]):
+                is_freed = state.sharded_state is SHARDED and state.param_groups
+                if is_freed and self._is_in_scope(state) and all([group.is_unwritten for group in state.param_groups]):
                     self._gather(state)
                 self.reducer.skip(state.param_groups)
 
@@ -351,7 +351,7 @@ class Runtime:
             if state.is_in_backward:
                 state.end_backward()
 
-    def _break_off(self) -> None:
+    def _drop_backward(self) -> None:
         """Drop the state of a backward that an error ended."""
         self._is_backward = False
         self._show_sharded()

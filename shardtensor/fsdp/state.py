@@ -48,7 +48,7 @@ class FSDPState:
         versions: the version counters of the unsharded parameters.
         stays_unsharded: whether parameters stay unsharded from forward to the end of backward.
         has_own_buffer: whether no other state is gathered into its buffer.
-        is_asked: whether the user called ``unshard()``.
+        is_user_unsharded: whether the user called ``unshard()``.
         is_kept: whether it is gathered for the next forward, which gathers it again only if it was written since.
         keeps_after_backward: `FSDPModule.set_reshard_after_backward`.
         skips_backward: `FSDPModule.set_unshard_in_backward`.
@@ -77,7 +77,7 @@ class FSDPState:
         self.post_forward_mesh: PostForwardMesh | None = None
         if type(reshard_after_forward) is int:
             self.post_forward_mesh = PostForwardMesh(param_groups, data_mesh.shard, reshard_after_forward)
-        self.is_asked = self.keeps_after_backward = self.skips_backward = False
+        self.is_user_unsharded = self.keeps_after_backward = self.skips_backward = False
         self.ahead, self.reductions_ahead = [1, 1], 0
         self.index, self.name = -1, ""
         self.refer()
@@ -111,7 +111,7 @@ class FSDPState:
         self.stays_unsharded = self.is_container or (
             is_small if self.reshard_after_forward is None else self.reshard_after_forward is False
         )
-        self.has_own_buffer = self.stays_unsharded or self.is_asked or self.keeps_after_backward
+        self.has_own_buffer = self.stays_unsharded or self.is_user_unsharded or self.keeps_after_backward
 
     @property
     def title(self) -> str:
@@ -121,7 +121,7 @@ class FSDPState:
     @property
     def is_lookup(self) -> bool:
         """Whether all its parameters are embedding tables, whose backward does not read them."""
-        owners = [owner for group in self.param_groups for info in group.params_info for owner, _ in info.homes]
+        owners = [owner for group in self.param_groups for info in group.params_info for owner, _ in info.locations]
         kinds = (nn.Embedding, nn.EmbeddingBag)
         return all(type(owner) in kinds and owner.max_norm is None for owner in owners)
 
@@ -134,7 +134,7 @@ class FSDPState:
         for group in self.param_groups:
             params = zip(group.params_info, group.unsharded_params, group.sharded_params, strict=True)
             for info, unsharded, sharded in params:
-                for owner, name in info.homes:
+                for owner, name in info.locations:
                     owners[id(owner)] = owner
                     swap = found.setdefault(id(owner), (owner._parameters, {}, {}))
                     swap[1][name], swap[2][name] = unsharded, sharded
@@ -355,6 +355,6 @@ def assign_buffers(states: Sequence[FSDPState]) -> None:
                 place += size
         start += each.size_bytes
     for buffer in buffers:
-        buffer.seal()
+        buffer.count_users()
     for unused in old.values():
         unused.end()

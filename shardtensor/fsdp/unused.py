@@ -56,7 +56,7 @@ class UnusedCheck:
         self._is_out = False  # a flag was sent and is not checked yet
 
     @property
-    def asks(self) -> bool:
+    def is_exchanging(self) -> bool:
         """Whether the ranks exchange in this backward which parameters they used."""
         return self._data_mesh.whole.size > 1 and (self.is_exact or not self._last)
 
@@ -64,13 +64,13 @@ class UnusedCheck:
 
     def exchange(self) -> dict[int, list[bool]]:
         """Return for each group the parameters that only other ranks used. Collective."""
-        mine = self._masks(self.pattern)
-        blob = b"".join(mine)
+        own_masks = self._masks(self.pattern)
+        blob = b"".join(own_masks)
         blobs = self._data_mesh.whole.exchange(blob)
         if not self.is_exact and any(other != blob for other in blobs):
             self._fault = self._disagreement(blobs)
         found, start = {}, 0
-        for number, mask in enumerate(mine):
+        for number, mask in enumerate(own_masks):
             others = [other[start : start + len(mask)] for other in blobs]
             start += len(mask)
             missed = [not own and any(column) for own, column in zip(mask, zip(*others, strict=True), strict=True)]

@@ -110,14 +110,14 @@ class BoundCall:
     @property
     def options(self) -> dict[str, Any]:
         """The arguments that are no operands, by name."""
-        known = dict(self.signature.defaults)
+        values = dict(self.signature.defaults)
         names = [name for name in self.signature.names if name not in self.signature.operands]
-        known |= {name: self.args[self.signature.place(name)] for name in names
+        values |= {name: self.args[self.signature.place(name)] for name in names
                   if self.signature.place(name) < len(self.args)}  # fmt: skip
-        return known | {k: v for k, v in self.kwargs.items() if k not in self.signature.operands}
+        return values | {k: v for k, v in self.kwargs.items() if k not in self.signature.operands}
 
 
-def spelled(key: str, signature: Signature) -> str:
+def row_keyword(key: str, signature: Signature) -> str:
     """Return the name that a row has for a keyword of a call."""
     if key in signature.names:
         return key

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import MeshLayout, Shape, replicated
 from shardtensor.layout.pieces import Blocked
-from shardtensor.ops.binding import BoundCall, spelled
+from shardtensor.ops.binding import BoundCall, row_keyword
 from shardtensor.ops.engine import Prepared, computed_alike, finish, layouts_of, prepare, write_out
 from shardtensor.ops.local_call import LocalCall, cached_call, local_by
 from shardtensor.rules.pattern import Pattern
@@ -107,7 +107,7 @@ def local_call_by_rule(func: Any, name: str, args: tuple[Any, ...], kwargs: dict
     """Return the `LocalCall` for a call, by its row; None if the call needs the general handler."""
     row = ROWS[name]
     pattern = row.pattern
-    named = {spelled(key, row.call): value for key, value in kwargs.items()}
+    named = {row_keyword(key, row.call): value for key, value in kwargs.items()}
     if pattern is None or named.pop("out", None) is not None or named.get("inplace"):
         return None
     call = BoundCall.of(func, name, row, args, named)
@@ -174,7 +174,7 @@ def _bound(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Handle the general case: arguments in any form, named dims, ``@name`` functions."""
     row = ROWS[name]
     if kwargs:
-        kwargs = {spelled(key, row.call): value for key, value in kwargs.items()}
+        kwargs = {row_keyword(key, row.call): value for key, value in kwargs.items()}
         if kwargs.get("out") is not None:
             if not isinstance(kwargs["out"], torch.Tensor):
                 return fall_back(func, args, kwargs)
@@ -187,7 +187,7 @@ def _bound(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return fall_back(func, args, kwargs)
     rule = pattern.bind(bound.shapes, bound.dims, bound.keepdim)
     if rule is None:
-        return _misfit(func, args, kwargs)
+        return _without_rule(func, args, kwargs)
     out = _computed(bound, rule, row)
     return fall_back(func, args, kwargs) if out is None else out
 
@@ -264,11 +264,11 @@ def _of_all_elements(call: BoundCall, pattern: Pattern) -> Any:
 @lru_cache(maxsize=4096)
 def whole_in(rule: Rule, letter: str) -> Rule:
     """Return the rule with a letter, or all of ``k...``, whole."""
-    every = {x for letters in rule.inputs for x in letters if x is not None and _stands_for(x, letter)}
+    every = {x for letters in rule.inputs for x in letters if x is not None and _matches(x, letter)}
     return attrs.evolve(rule, whole=rule.whole | every)
 
 
-def _stands_for(name: str, letter: str) -> bool:
+def _matches(name: str, letter: str) -> bool:
     return name == letter or (name.startswith(letter) and name[len(letter) :].isdigit())
 
 
@@ -279,7 +279,7 @@ def _dims_of(rule: Rule, letter: str) -> tuple[tuple[int, int], ...]:
         (i, d)
         for i, letters in enumerate(rule.inputs)
         for d, x in enumerate(letters)
-        if x is not None and _stands_for(x, letter)
+        if x is not None and _matches(x, letter)
     )
 
 
@@ -352,14 +352,14 @@ def leaves_partials(name: str, operands: tuple[torch.Tensor, ...]) -> bool:
     return sharding is not None and bool(sharding.output.partial)
 
 
-def _misfit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Raise torch's error for shapes that no rule fits, before anything is sent; else use the fallback."""
 
-    def stand_in(x: Any) -> Any:
+    def zeros_for(x: Any) -> Any:
         return torch.zeros((), dtype=x.dtype).expand(x.shape) if isinstance(x, torch.Tensor) else x
 
     with torch.no_grad():
-        func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
+        func(*tree_map(zeros_for, args), **tree_map(zeros_for, kwargs))
     return fall_back(func, args, kwargs)
 
 

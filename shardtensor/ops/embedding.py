@@ -115,10 +115,10 @@ def _renormalize(ids: torch.Tensor, weight: torch.Tensor, max_norm: float, norm_
     with torch.no_grad():
         if isinstance(ids, ShardedTensor):
             ids = ids.full_tensor()
-        wanted = torch.zeros(weight.shape[0], dtype=torch.bool, device=ids.device)
-        wanted[ids.reshape(-1)] = True
+        is_used = torch.zeros(weight.shape[0], dtype=torch.bool, device=ids.device)
+        is_used[ids.reshape(-1)] = True
         norms = torch.linalg.vector_norm(weight, norm_type, 1)
-        scale = torch.where((norms > max_norm) & wanted, max_norm / (norms + 1e-7), 1.0)
+        scale = torch.where((norms > max_norm) & is_used, max_norm / (norms + 1e-7), 1.0)
         weight.mul_(scale.to(weight.dtype).unsqueeze(1))
 
 

@@ -40,8 +40,8 @@ def refuse(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> NoReturn:
     facts: dict[str, object] = {"rule": str(rule)}
     columns = [_columns(x) for x in operands]
     widths = [max(len(row[i]) for row in columns) for i in range(2)]
-    for said, row in zip(names, columns, strict=True):
-        facts[said] = "   ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+    for operand, row in zip(names, columns, strict=True):
+        facts[operand] = "   ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
     ways = ways_out(rule, layouts, tuple(x.element_size() for x in operands))
     calls = [[_call(names[i], operands[i], layout) for i, layout in way.moves] for way in ways]
     size_bytes = max(x.element_size() for x in operands)
@@ -50,18 +50,18 @@ def refuse(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> NoReturn:
             output = _named(way.output, next(x for x in operands if isinstance(x, ShardedTensor)))
             lines.append(("and of the result", _steps(output, output.reduced(), size_bytes)))
     width = max(len(call) for way in calls for call, _ in way)
-    told = ["\n".join(f"{call:<{width}}   {steps}" for call, steps in lines) for lines in calls]
-    raise RuleError(f"{name}: {fault_in(rule, layouts, names)}", facts, told)
+    fixes = ["\n".join(f"{call:<{width}}   {steps}" for call, steps in lines) for lines in calls]
+    raise RuleError(f"{name}: {fault_in(rule, layouts, names)}", facts, fixes)
 
 
 def names_of(name: str, count: int) -> list[str]:
     """Return the operands' names in messages: those of the operation's row."""
     row = ROWS.get(name.rpartition(".")[2].strip("_"))
-    known = row.call.operands if row is not None else ()
+    operands = row.call.operands if row is not None else ()
     if row is not None and row.pattern is not None and row.pattern.listed:
-        return [f"{known[0]}[{i}]" for i in range(count)]
-    if len(known) >= count:
-        return list(known[:count])
+        return [f"{operands[0]}[{i}]" for i in range(count)]
+    if len(operands) >= count:
+        return list(operands[:count])
     return ["input", "other"][:count] if count <= 2 else [f"operand {i + 1}" for i in range(count)]
 
 
@@ -256,7 +256,7 @@ def group_of(name: str, operands: Sequence[torch.Tensor]) -> Group:
             if group is not None:
                 raise RuleError(
                     f"{name}: All distributed tensors should use the same ProcessGroup if used together in an op.",
-                    {"one": _say_group(group), "other": _say_group(x._group)},
+                    {"one": _group_text(group), "other": _group_text(x._group)},
                     "make them on one group, or call full_tensor() on one of them",
                 )
             group = x._group
@@ -264,7 +264,7 @@ def group_of(name: str, operands: Sequence[torch.Tensor]) -> Group:
     return group
 
 
-def _say_group(group: Group) -> str:
+def _group_text(group: Group) -> str:
     return f"ranks {list(group.ranks)}" + ("" if group.mesh is None else f" of the mesh {group.mesh}")
 
 

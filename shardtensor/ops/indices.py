@@ -83,8 +83,8 @@ def held(ids: torch.Tensor, layout: MeshLayout, rank: int, dim: int) -> tuple[to
         here = where[ids]
     else:
         here = ids - layout.start(rank, dim)
-    mine = (here >= 0) & (here < count)
-    return here.masked_fill(~mine, 0), mine
+    is_own = (here >= 0) & (here < count)
+    return here.masked_fill(~is_own, 0), is_own
 
 
 def places(layout: MeshLayout, rank: int, dim: int, device: torch.device) -> torch.Tensor:
@@ -115,10 +115,10 @@ def read(cut: Cut) -> torch.Tensor:
     is_gather = cut.name == "gather"
     if math.prod(index.shape) > (math.prod(source.shape) if is_gather else source.shape[d]):
         return NotImplemented  # summing the result costs more than redistributing the source
-    here, mine = held(at, source, cut.group.rank, d)
+    here, is_own = held(at, source, cut.group.rank, d)
     if local.shape[d]:
-        mine = mine if is_gather else mine.view(-1, *(1,) * (local.dim() - 1 - d))
-        found = cut.compute(local, here).masked_fill(~mine, 0)
+        is_own = is_own if is_gather else is_own.view(-1, *(1,) * (local.dim() - 1 - d))
+        found = cut.compute(local, here).masked_fill(~is_own, 0)
     else:
         shape = at.shape if is_gather else (*local.shape[:d], len(at), *local.shape[d + 1 :])
         found = _nothing(local, shape)
@@ -136,8 +136,8 @@ def write(cut: Cut) -> torch.Tensor:
     local, at, *values = cut.locals
     d = cut.dims[0]
     count = local.shape[d]
-    here, mine = held(at, cut.layouts[0], cut.group.rank, d)
-    return cut.compute(_with_spare(local, d), here.masked_fill(~mine, count), *values).narrow(d, 0, count)
+    here, is_own = held(at, cut.layouts[0], cut.group.rank, d)
+    return cut.compute(_with_spare(local, d), here.masked_fill(~is_own, count), *values).narrow(d, 0, count)
 
 
 def _with_spare(local: torch.Tensor, d: int) -> torch.Tensor:
@@ -220,11 +220,11 @@ def _local_places(
 ) -> tuple[list[int], torch.Tensor]:
     """Make `places` local and return the sharded dims that they index, and a mask of the elements on this rank."""
     cut = [k for k, place in enumerate(places) if isinstance(place, torch.Tensor) and layout.dims[k] is not None]
-    mine = torch.ones((), dtype=torch.bool, device=device)
+    is_own = torch.ones((), dtype=torch.bool, device=device)
     for k in cut:
         places[k], here = held(places[k], layout, rank, k)
-        mine = mine & here
-    return cut, mine
+        is_own = is_own & here
+    return cut, is_own
 
 
 def index_of(x: torch.Tensor, indices: Indices) -> torch.Tensor:
@@ -248,7 +248,7 @@ def index_of(x: torch.Tensor, indices: Indices) -> torch.Tensor:
     (local, *ats), sharding, group = ready
     where = iter(ats)
     places: list[Any] = [slice(None) if index is None else next(where) for index in indices]
-    cut, mine = _local_places(places, sharding.needs[0].layout, group.rank, local.device)
+    cut, is_own = _local_places(places, sharding.needs[0].layout, group.rank, local.device)
     rest, first = [n for k, n in enumerate(local.shape) if k not in at], first_of(at)
     if cut and not all(local.shape[k] for k in at):
         broad = torch.broadcast_shapes(*(places[k].shape for k in at))
@@ -256,7 +256,7 @@ def index_of(x: torch.Tensor, indices: Indices) -> torch.Tensor:
     found = local[tuple(places)]
     if cut:
         broad = torch.broadcast_shapes(*(places[k].shape for k in at))
-        found = found.masked_fill(~mine.expand(broad).reshape((*broad, *(1,) * (len(rest) - first))), 0)
+        found = found.masked_fill(~is_own.expand(broad).reshape((*broad, *(1,) * (len(rest) - first))), 0)
     return finish(found, sharding.output, group)
 
 
@@ -288,7 +288,7 @@ def index_put(input: torch.Tensor, indices: Indices, values: torch.Tensor, accum
     (local, *ats, local_values), sharding, group = ready
     where = iter(ats)
     places = [None if index is None else next(where) for index in indices]
-    cut, mine = _local_places(places, sharding.needs[0].layout, group.rank, local.device)
+    cut, is_own = _local_places(places, sharding.needs[0].layout, group.rank, local.device)
     if not cut:
         out = torch.ops.aten.index_put(local, places, local_values, accumulate)
     elif not all(local.shape[k] for k in cut[1:]):
@@ -297,7 +297,7 @@ def index_put(input: torch.Tensor, indices: Indices, values: torch.Tensor, accum
         d, count = cut[0], local.shape[cut[0]]
         here = places[d]
         assert here is not None, "indices of a sharded dim"
-        places[d] = torch.where(mine, here, count)
+        places[d] = torch.where(is_own, here, count)
         out = torch.ops.aten.index_put(_with_spare(local, d), places, local_values, accumulate).narrow(d, 0, count)
     return finish(out, sharding.output, group)
 

@@ -14,7 +14,7 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import MeshLayout, replicated
 from shardtensor.ops.making import refuse_leaf
-from shardtensor.ops.pointwise import apart, refuse_expanded, written_through
+from shardtensor.ops.pointwise import refuse_expanded, unaliased, written_through
 from shardtensor.ops.views import order_of
 from shardtensor.rules.views import permuted
 from shardtensor.tensor.copied import refuse_lost_write
@@ -54,7 +54,7 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     if layout.partial and local.requires_grad:  # the value's gradients from all partial sums add up
         local = collectives.sum_gradient(local, along(group, layout, layout.partial_axes))
     if layout.holds_full_value(group.rank):
-        local = apart(local, input._local)
+        local = unaliased(local, input._local)
     else:  # zeros in the graph, because backward is collective
         local = local.masked_fill(local.new_ones((), dtype=torch.bool), 0)
     input._local.copy_(local, non_blocking)

@@ -34,12 +34,12 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 # -- functions of torch that are Python all through --------------------------------------------------------------------
 
 
-ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+OVERRIDE_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 def own_body(func: Any) -> Callable[..., Any]:
     """Return a copy of a Python function of torch that does not look for a handler of its operands."""
-    names = {**func.__globals__, **dict.fromkeys(ASKS, lambda *_: False)}
+    names = {**func.__globals__, **dict.fromkeys(OVERRIDE_CHECKS, lambda *_: False)}
     copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
@@ -52,7 +52,7 @@ for _func in (F.multi_head_attention_forward, F.normalize):
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 attend = F.scaled_dot_product_attention
-_ALONE, _GROUPED = (by_rule(attend, name) for name in ("scaled_dot_product_attention", "grouped_query_attention"))
+_UNGROUPED, _GROUPED = (by_rule(attend, name) for name in ("scaled_dot_product_attention", "grouped_query_attention"))
 
 
 def scaled_dot_product_attention(
@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
         return fall_back(attend, operands, {"dropout_p": dropout_p, **options})
     groups = query.shape[-3] // max(key.shape[-3], 1) if enable_gqa else 1
     if groups == 1:
-        return _ALONE(*operands, **options)
+        return _UNGROUPED(*operands, **options)
     qkv = [x for x in operands[:3] if isinstance(x, ShardedTensor) and isinstance(x._layout, MeshLayout)]
     layouts: Any = [x._layout for x in qkv]
     if attn_mask is not None or len(qkv) < 3 or not heads_fit(layouts[0], layouts[1], layouts[2], groups):
@@ -205,11 +205,11 @@ def group_norm(
 
 def _convolution(name: str) -> Callable[..., torch.Tensor]:
     func = getattr(F, name)
-    alone, grouped = by_rule(func, name), by_rule(func, f"grouped_{name}")
+    ungrouped, grouped = by_rule(func, name), by_rule(func, f"grouped_{name}")
 
     def handler(*args: Any, **kwargs: Any) -> torch.Tensor:
         groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
-        return (alone if groups == 1 else grouped)(*args, **kwargs)
+        return (ungrouped if groups == 1 else grouped)(*args, **kwargs)
 
     return handler
 

@@ -8,7 +8,7 @@ input are gathered before, and its gradient is reduce-scattered.
 
 Several products may read one input and share its collective. A product of torch's returns both of its gradients at
 once, so the input's, summed over the products, is complete only when all of the weights' are. So `share` returns a
-*stand-in* of the input for each product, through which backward returns the product's gradient: one node of the graph
+*proxy* of the input for each product, through which backward returns the product's gradient: one node of the graph
 gets them all, and runs the collective beside the weights' gradients. Under torch.compile, which orders the work itself,
 products are ordinary ones; ``torch.compile(module, options={"reorder_for_compute_comm_overlap": True,
 "reorder_for_compute_comm_overlap_passes": ["sink_waits"]})`` hides the same collective.
@@ -79,8 +79,8 @@ class ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, start: int | None
     ) -> torch.Tensor:
-        wants_x, wants_weight = ctx.needs_input_grad[:2]  # the input of a frozen weight is not saved
-        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]  # the input of a frozen weight is not saved
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.group, ctx.start, ctx.shape = group, start, x.shape
         ctx.n = 0 if bias is None or start is None else bias.numel()
         if bias is not None and start is not None:
@@ -90,37 +90,37 @@ class ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        if wants_x and not (wants_bias and ctx.n) and not torch.is_grad_enabled():  # the usual case, at the least cost
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if needs_x and not (needs_bias and ctx.n) and not torch.is_grad_enabled():  # the usual case, at the least cost
             grad_x = grad @ weight
             pending = ctx.group.all_reduce_async(grad_x) if is_large(grad_x) else None
-            grad_weight = of_weight(grad, x) if wants_weight else None  # beside the all-reduce
-            grad_bias = as_rows(grad).sum(0) if wants_bias else None
+            grad_weight = of_weight(grad, x) if needs_weight else None  # beside the all-reduce
+            grad_bias = as_rows(grad).sum(0) if needs_bias else None
             grad_x = ctx.group.all_reduce(grad_x) if pending is None else pending.wait()
             return grad_x, grad_weight, grad_bias, None, None
         rows, k, here = math.prod(ctx.shape[:-1]), ctx.shape[-1], grad.shape[-1]
         grad = grad.reshape(rows, here)
-        flat_x: Any = x.reshape(rows, k) if wants_weight else None
-        own_bias = grad.sum(0) if wants_bias and ctx.start is None else None
-        n = ctx.n if wants_bias else 0
-        if not (wants_x or n):
-            return None, grad.t() @ flat_x if wants_weight else None, own_bias, None, None
+        flat_x: Any = x.reshape(rows, k) if needs_weight else None
+        own_bias = grad.sum(0) if needs_bias and ctx.start is None else None
+        n = ctx.n if needs_bias else 0
+        if not (needs_x or n):
+            return None, grad.t() @ flat_x if needs_weight else None, own_bias, None, None
         if torch.is_grad_enabled():  # for gradients of gradients: the same sums, recorded
-            terms = [(grad @ weight).reshape(-1)] if wants_x else []
+            terms = [(grad @ weight).reshape(-1)] if needs_x else []
             terms += [F.pad(grad.sum(0), (ctx.start, n - ctx.start - here))] if n else []
             total = collectives.all_reduce(torch.cat(terms), ctx.group)
             # the input is replicated, and each rank multiplies it by its rows
-            grad_weight = grad.t() @ collectives.sum_gradient(flat_x, ctx.group) if wants_weight else None
+            grad_weight = grad.t() @ collectives.sum_gradient(flat_x, ctx.group) if needs_weight else None
         else:
-            total = grad.new_empty(rows * k * wants_x + n)
-            if wants_x:
+            total = grad.new_empty(rows * k * needs_x + n)
+            if needs_x:
                 torch.mm(grad, weight, out=total[: rows * k].view(rows, k))
             tail = total[total.numel() - n :].zero_()
             torch.sum(grad, 0, out=tail[ctx.start : ctx.start + here])
             pending = ctx.group.all_reduce_async(total)
-            grad_weight = grad.t() @ flat_x if wants_weight else None  # beside the all-reduce
+            grad_weight = grad.t() @ flat_x if needs_weight else None  # beside the all-reduce
             total = pending.wait()
-        grad_x = total[: rows * k].view(ctx.shape) if wants_x else None
+        grad_x = total[: rows * k].view(ctx.shape) if needs_x else None
         return grad_x, grad_weight, total[total.numel() - n :] if n else own_bias, None, None
 
 
@@ -131,8 +131,8 @@ class RowLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group
     ) -> torch.Tensor:
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.group = group
         total = group.all_reduce(F.linear(x, weight))
         return alias(total if bias is None else total.add_(bias))
@@ -140,11 +140,11 @@ class RowLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         terms = collectives.sum_gradient(grad, ctx.group) if torch.is_grad_enabled() else grad  # each rank uses it
-        grad_weight = of_weight(terms, x) if wants_weight else None
-        grad_bias = as_rows(grad).sum(0) if wants_bias else None
-        return terms @ weight if wants_x else None, grad_weight, grad_bias, None
+        grad_weight = of_weight(terms, x) if needs_weight else None
+        grad_bias = as_rows(grad).sum(0) if needs_bias else None
+        return terms @ weight if needs_x else None, grad_weight, grad_bias, None
 
 
 column_linear, row_linear = caller(ColumnLinear), caller(RowLinear)
@@ -158,11 +158,11 @@ class Shared(NamedTuple):
 
     Attributes:
         version: of the input when it was shared; after a write, products with it are ordinary ones.
-        stand_ins: of the products, with their weights.
+        proxies: of the products, with their weights.
     """
 
     version: int
-    stand_ins: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    proxies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 def share(
@@ -179,8 +179,8 @@ def share(
         group: the ranks that share the products.
         stream: how `x` is sharded.
     """
-    shared, *stand_ins = _share(x, group, stream, *weights)
-    shared.shared_by = Shared(shared._version, tuple(zip(weights, stand_ins, strict=True)))
+    shared, *proxies = _share(x, group, stream, *weights)
+    shared.shared_by = Shared(shared._version, tuple(zip(weights, proxies, strict=True)))
     return shared
 
 
@@ -190,8 +190,8 @@ def gathered_linear(
     """Gather the slices of a stream and multiply; the gradient's reduce-scatter runs beside the weight's gradient."""
     if not weight.requires_grad:  # nothing to overlap with, and the input need not be saved
         return F.linear(along_dim.all_gather(x, stream, group, sum_gradient=True), weight, bias)
-    full, stand_in = _share(x, group, stream, weight)
-    return _linear(stand_in, full, weight, bias)
+    full, proxy = _share(x, group, stream, weight)
+    return _linear(proxy, full, weight, bias)
 
 
 def shared_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -201,9 +201,9 @@ def shared_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     """
     shared: Shared | None = getattr(x, "shared_by", None)
     if shared is not None and not torch.compiler.is_compiling() and x._version == shared.version:
-        for each, stand_in in shared.stand_ins:
+        for each, proxy in shared.proxies:
             if each is weight:
-                return _linear(stand_in, x, weight, bias)
+                return _linear(proxy, x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -216,7 +216,7 @@ class _Share(torch.autograd.Function):
         ctx.group, ctx.stream = group, stream
         x = x.view_as(x) if stream is None else alias(along_dim.all_gather_no_grad(x, stream, group))
         ctx.save_for_backward(x, *weights)
-        nothing = x.new_empty(())  # a stand-in has a shape, and no memory
+        nothing = x.new_empty(())  # a proxy has a shape, and no memory
         return x, *(nothing.expand(*x.shape[:-1], weight.shape[0]) for weight in weights)
 
     @staticmethod
@@ -244,11 +244,11 @@ class _Share(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """The product itself; backward passes its gradient through the stand-in to `_Share`."""
+    """The product itself; backward passes its gradient through the proxy to `_Share`."""
 
     @staticmethod
     def forward(
-        ctx: Any, stand_in: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, proxy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)

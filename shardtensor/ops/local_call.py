@@ -45,8 +45,8 @@ class LocalCall(NamedTuple):
     Attributes:
         call: the function; it gets the arguments of the call with local tensors in place of sharded ones.
         layout: of the result, or of each result; None if every rank has the whole, which is a plain tensor.
-        sums: arguments (a position or a name) that are replicated and meet sharded values, and the ranks along which
-            their gradients are summed; None stands for the group itself.
+        sums: arguments (a position or a name) that are replicated and combined with sharded ones, and the ranks along
+            which their gradients are summed; None stands for the group itself.
         moves: arguments that are redistributed first, from one layout to another; not used under `strict`, nor if
             operands differ in dtype, which decides the cheapest moves.
         is_view: the result is a view of the first argument.
@@ -103,28 +103,28 @@ def cached_call(func: Any, decide: Decide, handler: Callable[..., Any], name: st
         named = kwargs
         if kwargs:
             named = {}
-            for word, x in kwargs.items():
+            for keyword, x in kwargs.items():
                 kind = type(x)
                 if kind in _VALUES:
-                    form += (word, kind, x)
-                    named[word] = x
+                    form += (keyword, kind, x)
+                    named[keyword] = x
                     continue
-                form.append(word)
-                named[word], group = _read(x, form, group)
-                if named[word] is _UNKNOWN:
+                form.append(keyword)
+                named[keyword], group = _read(x, form, group)
+                if named[keyword] is _UNKNOWN:
                     return handler(*args, **kwargs)
         if group is None:
             return handler(*args, **kwargs)
-        known = group.__dict__.get("_local_calls")
-        if known is None:
-            known = group.__dict__["_local_calls"] = {}
+        cache = group.__dict__.get("_local_calls")
+        if cache is None:
+            cache = group.__dict__["_local_calls"] = {}
         key = tuple(form)
-        found = known.get(key)
+        found = cache.get(key)
         if found is None:
-            if len(known) >= MOST:
-                known.clear()
+            if len(cache) >= MOST:
+                cache.clear()
             # The layouts are kept, so that no other layout gets the id of a freed one.
-            found = known[key] = (decide(args, kwargs), _layouts_in(args, kwargs))
+            found = cache[key] = (decide(args, kwargs), _layouts_in(args, kwargs))
         if found[0] is None:
             return handler(*args, **kwargs)
         function, layout, sums, moves, is_view, sized = found[0]
@@ -144,7 +144,7 @@ def cached_call(func: Any, decide: Decide, handler: Callable[..., Any], name: st
         result = function(*given, **named) if named else function(*given)
         if sized is not None:
             layout = sized(result)
-            known[key] = (found[0]._replace(layout=layout, sized=None), found[1])
+            cache[key] = (found[0]._replace(layout=layout, sized=None), found[1])
         if layout is None:
             return result
         if isinstance(result, torch.Tensor):
@@ -254,8 +254,8 @@ def _read(x: Any, form: list[Any], group: Group | None) -> tuple[Any, Group | No
     if kind is slice:
         start, stop, step = x.start, x.stop, x.step
         form += (kind, start, stop, step)
-        known = type(start) in _ENDS and type(stop) in _ENDS and type(step) in _ENDS
-        return (x if known else _UNKNOWN), group
+        is_constant = type(start) in _ENDS and type(stop) in _ENDS and type(step) in _ENDS
+        return (x if is_constant else _UNKNOWN), group
     if kind is list or kind is tuple:
         form += (kind, len(x))
         read = None

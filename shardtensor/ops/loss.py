@@ -111,7 +111,7 @@ def _indexed(
         raise ValueError(f"{reduction} is not a valid value for reduction")
     if not (target.is_floating_point() or target.is_complex()) and x.dim():
         check_ids(target, 0, x.shape[min(x.dim() - 1, 1)], _out_of_bounds, ignore_index)
-    options = {"ignore_index": ignore_index, "label_smoothing": smoothing, "weighs": reduction == "mean"}
+    options = {"ignore_index": ignore_index, "label_smoothing": smoothing, "with_weights": reduction == "mean"}
     found = _LOSSES[name](x, target, weight, **options)
     losses, shares = found if isinstance(found, tuple) else (found, found)
     return _reduced(losses, shares, reduction)
@@ -129,15 +129,15 @@ def _losses(func: Any) -> Any:
         *,
         ignore_index: int,
         label_smoothing: float,
-        weighs: bool,
+        with_weights: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the losses, and with `weighs` the weight of each in a mean."""
+        """Return the losses, and with `with_weights` the weight of each in a mean."""
         options = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
         found = func(x, target, weight, ignore_index=ignore_index, reduction="none", **options)
-        if not weighs:
+        if not with_weights:
             return found
-        live = target != ignore_index
-        return found, live.to(found.dtype) if weight is None else weight[target.masked_fill(~live, 0)] * live
+        valid = target != ignore_index
+        return found, valid.to(found.dtype) if weight is None else weight[target.masked_fill(~valid, 0)] * valid
 
     losses.__name__ = func.__name__
     return by_rule(losses, func.__name__)
@@ -156,17 +156,17 @@ def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = local.dtype
     x = local.float() if dtype in HALF else local
     x = _shifted(x, dim, subgroup) if is_logits else x
-    live = labels != ignore_index
+    valid = labels != ignore_index
     count = layout.shape[dim]
     column = [-1 if d == dim else 1 for d in range(x.dim())]
     held = places(layout, cut.group.rank, dim, x.device)
     if x.shape[dim] and not layout.is_blocked(dim):
         at = labels - held[0]
-        mine = (at >= 0) & (at < x.shape[dim]) & live
-        at = at.masked_fill(~mine, 0)
-        picked = x.gather(dim, at.unsqueeze(dim)).squeeze(dim).masked_fill(~mine, 0)
+        is_own = (at >= 0) & (at < x.shape[dim]) & valid
+        at = at.masked_fill(~is_own, 0)
+        picked = x.gather(dim, at.unsqueeze(dim)).squeeze(dim).masked_fill(~is_own, 0)
     else:
-        hit = (held.view(column) == labels.unsqueeze(dim)) & live.unsqueeze(dim)
+        hit = (held.view(column) == labels.unsqueeze(dim)) & valid.unsqueeze(dim)
         picked = x.masked_fill(~hit, 0).sum(dim)
     terms = [picked, x.exp().sum(dim) if is_logits else torch.zeros_like(picked)]
     w = rest[0].to(x.dtype) if rest else None
@@ -179,13 +179,13 @@ def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
     total = collectives.all_reduce(torch.stack(terms), subgroup)
     base = total[1].log() if is_logits else 0.0
     losses = base - total[0]
-    shares = live.to(x.dtype)
+    shares = valid.to(x.dtype)
     if w is not None:
-        losses, shares = losses * total[2], total[2] * live
+        losses, shares = losses * total[2], total[2] * valid
     if smoothing:
         even = (total[4] if w is not None else count) * base - total[3 if w is not None else 2]
         losses = (1 - smoothing) * losses + smoothing / count * even
-    return losses.masked_fill(~live, 0).to(dtype), shares
+    return losses.masked_fill(~valid, 0).to(dtype), shares
 
 
 def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torch.Tensor:

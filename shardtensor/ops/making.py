@@ -217,12 +217,12 @@ def _fused_mask(p: float, dtype: torch.dtype) -> Sample:
 
 def _filled(func: Callable[..., Any]) -> Callable[..., Any]:
     def handler(input: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-        return _likeness(func(input._local, *args, **kwargs), input)
+        return _wrapped_like(func(input._local, *args, **kwargs), input)
 
     return handler
 
 
-def _likeness(local: torch.Tensor, x: ShardedTensor) -> ShardedTensor:
+def _wrapped_like(local: torch.Tensor, x: ShardedTensor) -> ShardedTensor:
     layout = x._layout.reduced()
     return wrap(local, layout, x._spec if layout is x._layout else None, x._group)
 
@@ -240,7 +240,7 @@ def _new(func: Callable[..., Any]) -> Callable[..., Any]:
             size, args = (args[0], args[1:]) if args and not isinstance(args[0], int) else (args, ())
         if tuple(size) != tuple(input.shape):
             return func(input._local, tuple(size), *args, **kwargs)
-        return _likeness(func(input._local, input._local.shape, *args, **kwargs), input)
+        return _wrapped_like(func(input._local, input._local.shape, *args, **kwargs), input)
 
     return handler
 
@@ -259,10 +259,10 @@ def new_tensor(input: ShardedTensor, data: Any, **kwargs: Any) -> torch.Tensor:
 # -- torch.nn.init -----------------------------------------------------------------------------------------------------
 
 
-ASKS = (init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_)
+INIT_FUNCTIONS = (init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_)
 
 
-class _StandIn:
+class _Proxy:
     """A proxy with the attributes of a ShardedTensor, except those with a double underscore."""
 
     def __init__(self, tensor: ShardedTensor) -> None:
@@ -276,13 +276,13 @@ class _StandIn:
 
 def _own_body(function: Callable[..., Any]) -> Callable[..., ShardedTensor]:
     def handler(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-        function(_StandIn(tensor), *args, **kwargs)
+        function(_Proxy(tensor), *args, **kwargs)
         return tensor
 
     return handler
 
 
-for function in ASKS:
+for function in INIT_FUNCTIONS:
     HANDLERS[function] = _own_body(function)
 
 

@@ -116,12 +116,12 @@ def tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: torch.Tensor
     shapes = [torch.empty(x.shape, device="meta") for x in (a, b)]
     torch.tensordot(shapes[0], shapes[1], (left, right))  # torch's errors
     letters = [chr(97 + i) for i in range(26)] + [chr(65 + i) for i in range(26)]
-    mine, yours = letters[: a.dim()], letters[a.dim() : a.dim() + b.dim()]
+    a_letters, b_letters = letters[: a.dim()], letters[a.dim() : a.dim() + b.dim()]
     for i, j in zip(left, right, strict=True):
-        yours[j] = mine[i]
-    kept = [x for k, x in enumerate(mine) if k not in {i % a.dim() for i in left}]
-    kept += [x for x in yours if x not in mine]
-    return torch.einsum(f"{''.join(mine)},{''.join(yours)}->{''.join(kept)}", a, b)
+        b_letters[j] = a_letters[i]
+    kept = [x for k, x in enumerate(a_letters) if k not in {i % a.dim() for i in left}]
+    kept += [x for x in b_letters if x not in a_letters]
+    return torch.einsum(f"{''.join(a_letters)},{''.join(b_letters)}->{''.join(kept)}", a, b)
 
 
 @implements(torch.cross, torch.Tensor.cross)

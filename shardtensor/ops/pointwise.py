@@ -21,7 +21,7 @@ from shardtensor.rules.propagate import OperandLayout, follow
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, rule_of
 from shardtensor.tensor.copied import refuse_lost_write, version_of
-from shardtensor.tensor.dispatch import HANDLERS, name_of, refuse_partial_write, spellings
+from shardtensor.tensor.dispatch import HANDLERS, functions_named, name_of, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along, part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, wrap
@@ -68,7 +68,7 @@ def _fast(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, 
             return func(x._local, y._local)
         return None
     if isinstance(y, torch.Tensor) and isinstance(x._layout, MeshLayout):
-        axes = _meets_whole(x._layout, y.shape)
+        axes = _gradient_axes(x._layout, y.shape)
         if axes is not None:
             return func(
                 x._local, collectives.sum_gradient(y, along(x._group, x._layout, axes)) if y.requires_grad else y
@@ -77,7 +77,7 @@ def _fast(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 @lru_cache(maxsize=4096)
-def _meets_whole(layout: MeshLayout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def _gradient_axes(layout: MeshLayout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the axes along which the gradient of an unsliced plain operand is a partial sum; None if it is sliced."""
     skip = len(layout.shape) - len(shape)
     if skip < 0:
@@ -191,7 +191,7 @@ def _write(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], kw
     if len(args) == 2 and not kwargs and isinstance(args[1], ShardedTensor):
         y = args[1]
         if y._layout == x._layout and y._group is x._group:
-            func(x._local, apart(y._local, x._local))
+            func(x._local, unaliased(y._local, x._local))
             return
     others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.Tensor)]
     group_of(name_of(func), [x, *others])
@@ -200,8 +200,8 @@ def _write(func: Callable[..., Any], x: ShardedTensor, args: tuple[Any, ...], kw
         raise RuntimeError(
             f"output with shape {list(x.shape)} doesn't match the broadcast shape {list(shape)} of {name_of(func)}"
         )
-    filled = [_meets(name_of(func), value, x) if isinstance(value, torch.Tensor) else value for value in args[1:]]
-    named = {k: _meets(name_of(func), v, x) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    filled = [_aligned(name_of(func), value, x) if isinstance(value, torch.Tensor) else value for value in args[1:]]
+    named = {k: _aligned(name_of(func), v, x) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     func(x._local, *filled, **named)
 
 
@@ -215,7 +215,7 @@ def refuse_expanded(x: ShardedTensor) -> None:
         )
 
 
-def apart(local: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+def unaliased(local: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
     """Return `local`, cloned if it is another view of the memory of the local tensor `written`.
 
     Torch refuses to write to memory that it also reads, but only where it detects it, which depends on the shape.
@@ -227,12 +227,12 @@ def apart(local: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
     return local.clone() if shares and not is_same else local
 
 
-def _meets(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
+def _aligned(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
     """Return the local tensor of `other` that broadcasts with the local tensor of `x`."""
     if isinstance(other, ShardedTensor):
         other = reduced(other)
         if other._layout == x._layout:
-            return apart(other._local, x._local)
+            return unaliased(other._local, x._local)
     layout = x._layout
     if not isinstance(layout, MeshLayout):
         return beside(name, other, x)
@@ -265,9 +265,9 @@ def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) 
 # -- registered --------------------------------------------------------------------------------------------------------
 
 for _name in ELEMENTWISE:
-    for _func in spellings(_name):
+    for _func in functions_named(_name):
         HANDLERS[_func] = elementwise(_func, _name)
-    for _func in spellings(f"{_name}_"):
+    for _func in functions_named(f"{_name}_"):
         HANDLERS[_func] = in_place(_func)
 for _name in "iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split():
     if hasattr(torch.Tensor, f"__{_name}__"):
@@ -288,5 +288,5 @@ def _where(func: Any) -> Any:
     return cached_call(func, decide, handler, "where")
 
 
-for _func in spellings("where"):
+for _func in functions_named("where"):
     HANDLERS[_func] = _where(_func)

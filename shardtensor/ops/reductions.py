@@ -18,7 +18,7 @@ from shardtensor.ops.by_rule import Cut, by_rule, combines
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import places
 from shardtensor.ops.pointwise import spread
-from shardtensor.tensor.dispatch import HANDLERS, spellings
+from shardtensor.tensor.dispatch import HANDLERS, functions_named
 from shardtensor.tensor.fallback import fall_back
 
 # -- sums and products -------------------------------------------------------------------------------------------------
@@ -28,22 +28,22 @@ from shardtensor.tensor.fallback import fall_back
 def total(cut: Cut) -> torch.Tensor:
     """Compute ``sum`` and ``nansum``: one all-reduce of the result."""
     local, dtype = cut.locals[0], cut.options.get("dtype")
-    want = dtype or local.dtype
+    out_dtype = dtype or local.dtype
     add = torch.nansum if cut.name == "nansum" else torch.sum
-    found = add(local, cut.dims, cut.keepdim, dtype=torch.float32 if want in HALF else dtype)
+    found = add(local, cut.dims, cut.keepdim, dtype=torch.float32 if out_dtype in HALF else dtype)
     found = collectives.all_reduce(found, cut.subgroup)
-    return found.to(want) if want in HALF else found
+    return found.to(out_dtype) if out_dtype in HALF else found
 
 
 @combines("mean", blocks=True, always=True)
 def mean(cut: Cut) -> torch.Tensor:
     """Return the mean of all elements, not of the ranks' means: one all-reduce of the result."""
     local, dtype = cut.locals[0], cut.options.get("dtype")
-    want = dtype or local.dtype
-    if not (want.is_floating_point or want.is_complex):
+    out_dtype = dtype or local.dtype
+    if not (out_dtype.is_floating_point or out_dtype.is_complex):
         return cut.compute(local)  # torch's error
-    found = torch.sum(local, cut.dims, cut.keepdim, dtype=torch.float32 if want in HALF else dtype)
-    return (collectives.all_reduce(found, cut.subgroup) / cut.count).to(want)
+    found = torch.sum(local, cut.dims, cut.keepdim, dtype=torch.float32 if out_dtype in HALF else dtype)
+    return (collectives.all_reduce(found, cut.subgroup) / cut.count).to(out_dtype)
 
 
 @combines("product", blocks=True, always=True)
@@ -140,13 +140,13 @@ def extreme(cut: Cut) -> torch.Tensor:
 @combines("first_of_all", blocks=True)
 def first_of_all(cut: Cut) -> Any:
     """Compute ``max`` and ``min`` along a dim with the first global index, and the ``arg`` forms."""
-    largest, wants_place = cut.name.endswith("max"), cut.name.startswith("arg")
+    largest, returns_index = cut.name.endswith("max"), cut.name.startswith("arg")
     if cut.options.get("dim") is None:
-        return NotImplemented if wants_place else extreme(cut)
+        return NotImplemented if returns_index else extreme(cut)
     if cut.layouts[0].is_replicated:
         return NotImplemented  # boxes and ranges: the global indices are not known here
     (d,), layout, local = cut.dims, cut.layouts[0], cut.locals[0]
-    local = local.detach() if wants_place else local
+    local = local.detach() if returns_index else local
     if not cut.count:
         cut.func(torch.empty(layout.shape, dtype=local.dtype), d)  # torch's error; on meta it has none
     here = places(layout, cut.group.rank, d, local.device)
@@ -161,7 +161,7 @@ def first_of_all(cut: Cut) -> Any:
     with torch.no_grad():
         pick = _first_best(all_values, all_indices, largest).argmin(0, keepdim=True)
     indices = _shaped(all_indices.gather(0, pick).squeeze(0), cut)
-    if wants_place:
+    if returns_index:
         return indices
     kind: Any = torch.return_types.max if largest else torch.return_types.min
     return kind((_shaped(all_values.gather(0, pick).squeeze(0), cut), indices))
@@ -263,5 +263,5 @@ def _vector(func: Any) -> Any:
 for _func in (torch.norm, torch.Tensor.norm, torch.linalg.norm):
     HANDLERS[_func] = _vector(_func)
 for _name in ("max", "min"):
-    for _func in spellings(_name):
+    for _func in functions_named(_name):
         HANDLERS[_func] = _either(_func, _name)

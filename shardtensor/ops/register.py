@@ -63,7 +63,7 @@ def register_op(*args: Any, combine: str = "", call: str = "") -> Any:
         raise RuleError(f"{name}: a rule has letters", {"rule": rule}, "write `... k, n k -> ... n`")
     _check_operands(name, func, row)
     ROWS[key] = row
-    handler = _telling(by_rule(func, key), name, row)
+    handler = _with_operand_check(by_rule(func, key), name, row)
     if not is_own:
         HANDLERS[func] = handler
         return func
@@ -102,7 +102,7 @@ def _check_operands(name: str, func: Function, row: Row) -> None:
         )
 
 
-def _telling(handler: Function, name: str, row: Row) -> Function:
+def _with_operand_check(handler: Function, name: str, row: Row) -> Function:
     """Return the handler with a check that raises if a call has more tensors than the rule has operands."""
     assert row.pattern is not None
     pattern = row.pattern

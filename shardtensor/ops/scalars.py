@@ -24,8 +24,8 @@ for _name in "item __float__ __int__ __index__ __complex__".split():
     HANDLERS[getattr(torch.Tensor, _name)] = _of_whole(getattr(torch.Tensor, _name))
 
 
-def truth(input: ShardedTensor) -> bool:
-    """Return the truth of the one element."""
+def bool_value(input: ShardedTensor) -> bool:
+    """Return the one element as a bool."""
     if input.numel() != 1:
         kind = "more than one value" if input.numel() else "no values"
         raise RuntimeError(f"Boolean value of Tensor with {kind} is ambiguous")
@@ -33,7 +33,7 @@ def truth(input: ShardedTensor) -> bool:
 
 
 for _func in (torch.Tensor.__bool__, torch.Tensor.__nonzero__, torch.Tensor.is_nonzero, torch.is_nonzero):
-    HANDLERS[_func] = truth
+    HANDLERS[_func] = bool_value
 
 
 @implements(torch.Tensor.tolist)
@@ -68,7 +68,7 @@ def format_(input: ShardedTensor, format_spec: str) -> str:
 
 @implements(torch.equal, torch.Tensor.equal)
 def equal(input: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same shape and elements, in any layouts; the same answer on every rank.
+    """Return whether two tensors have the same shape and elements, in any layouts; the same result on every rank.
 
     Ranks outside the group of both take no part and get True.
     """
@@ -85,7 +85,7 @@ def equal(input: torch.Tensor, other: torch.Tensor) -> bool:
 def allclose(
     input: torch.Tensor, other: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> bool:
-    """Return whether all elements are close; the same answer on every rank, and True on ranks outside (see `equal`)."""
+    """Return whether all elements are close; the same result on every rank, and True on ranks outside (see `equal`)."""
     if _are_elsewhere(input, other):
         return True
     return bool(torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all())

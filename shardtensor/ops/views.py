@@ -18,7 +18,7 @@ from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import LocalCall, cached_call
 from shardtensor.rules.rule import one_dim
 from shardtensor.rules.views import expanded, permuted, repeated, reshaped
-from shardtensor.tensor.dispatch import HANDLERS, implements, name_of, spellings
+from shardtensor.tensor.dispatch import HANDLERS, functions_named, implements, name_of
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, reduced, view_of, wrap
 
@@ -95,7 +95,7 @@ def _permuting(func: Any) -> Callable[..., Any]:
 
 
 for _name in "transpose swapaxes swapdims movedim moveaxis permute t adjoint".split():
-    for _func in spellings(_name):
+    for _func in functions_named(_name):
         HANDLERS[_func] = _permuting(_func)
 for _name in "T mT H mH".split():
     _func = getattr(torch.Tensor, _name).__get__
@@ -162,7 +162,7 @@ def _reshaping(func: Any) -> Callable[..., Any]:
 
 
 for _name in "view reshape flatten unflatten ravel squeeze unsqueeze".split():
-    for _func in spellings(_name):
+    for _func in functions_named(_name):
         HANDLERS[_func] = _reshaping(_func)
 
 
@@ -179,12 +179,12 @@ def view_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def expand(input: ShardedTensor, *sizes: Any, size: Any = None, implicit: bool = False) -> torch.Tensor:
     """Repeat dims of size 1, and new ones in front, without copying."""
     sizes = (size,) if size is not None else sizes
-    wanted = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
+    requested = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
     x = to_view(input)
-    shape = _target(torch.Tensor.expand, tuple(x.shape), (wanted,))
+    shape = _target(torch.Tensor.expand, tuple(x.shape), (requested,))
     layout = expanded(x._layout, shape) if isinstance(x._layout, MeshLayout) else None
     if layout is None:
-        return copied(torch.Tensor.expand, (input, wanted), {})
+        return copied(torch.Tensor.expand, (input, requested), {})
     return view(x, x._local.expand(layout.local_shape(x._group.rank)), layout)
 
 
@@ -229,8 +229,8 @@ def _part_of_complex(func: Any) -> Callable[..., Any]:
 
 
 for _func in (torch.real, torch.imag):
-    for _spelled in (_func, getattr(torch.Tensor, _func.__name__).__get__):
-        HANDLERS[_spelled] = _part_of_complex(_func)
+    for _overload in (_func, getattr(torch.Tensor, _func.__name__).__get__):
+        HANDLERS[_overload] = _part_of_complex(_func)
 
 
 def _gathering(func: Any) -> Callable[..., Any]:
@@ -239,7 +239,7 @@ def _gathering(func: Any) -> Callable[..., Any]:
 
 _OTHER_VIEWS = "tensor_split hsplit vsplit dsplit view_as_real view_as_complex as_strided squeeze_copy diagonal unfold"
 for _name in _OTHER_VIEWS.split():
-    for _func in spellings(_name):
+    for _func in functions_named(_name):
         HANDLERS.setdefault(_func, _gathering(_func))
 
 

@@ -45,7 +45,7 @@ class GraphedOptimizers:
         """Add an optimizer that steps.
 
         Raises:
-            CaptureError: its step reads numbers on the host; the message says how to make one that does not.
+            CaptureError: its step reads numbers on the host; the message shows how to make one that does not.
         """
         for group in optimizer.param_groups:
             _check_can_be_captured(_inner(optimizer), group)
@@ -192,21 +192,21 @@ def _check_can_be_captured(optimizer: optim.Optimizer, group: Mapping[str, Any])
     name = type(optimizer).__name__
     if group.get("fused"):
         return
-    ways = [f"{name}(..., {key}=True)" for key in ("fused", "capturable") if key in group]
+    fixes = [f"{name}(..., {key}=True)" for key in ("fused", "capturable") if key in group]
     if group.get("capturable"):
         low = {p.dtype for p in group["params"]} - {torch.float32, torch.float64}
         if low:
             raise CaptureError(
                 f"{name} would round the learning rate to the parameters' dtype in a CUDA graph, unlike in a call",
                 {"dtype": ", ".join(sorted(map(str, low)))},
-                [*ways[:-1], "parameters in float32"],
+                [*fixes[:-1], "parameters in float32"],
             )
-    elif ways:
+    elif fixes:
         found = ", ".join(f"{key}={group[key]}" for key in ("fused", "capturable") if key in group)
         raise CaptureError(
             f"{name} with these options reads numbers on the host, so every replay would repeat those of the capture",
             {"found": found},
-            ways,
+            fixes,
         )
     elif type(optimizer).__module__.startswith("torch.optim"):
         raise CaptureError(

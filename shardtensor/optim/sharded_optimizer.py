@@ -131,9 +131,9 @@ class ShardedOptimizer(optim.Optimizer):
                         f'parameter "{name}" is the result of an operation, not a leaf', fix="detach() it first"
                     )
                 names[name] = param
-                known = leaves.setdefault(id(record.leaf), record)
-                if known is not record:
-                    aliases[name] = known.name
+                first = leaves.setdefault(id(record.leaf), record)
+                if first is not record:
+                    aliases[name] = first.name
                     continue
                 records[id(param)] = record
                 params.append(param)
@@ -220,9 +220,9 @@ class ShardedOptimizer(optim.Optimizer):
         found = changed(self._records.values())
         if not found:
             return
-        unfit = [record.name for record in found if not (record.now.is_leaf or self.defaults.get("differentiable"))]
-        if unfit:
-            raise stale_error(unfit, "their shards were set to results of operations, which are no leaves")
+        non_leaf = [record.name for record in found if not (record.now.is_leaf or self.defaults.get("differentiable"))]
+        if non_leaf:
+            raise stale_error(non_leaf, "their shards were set to results of operations, which are no leaves")
         self._flat_groups.split_all()
         with torch.no_grad():
             for record in found:

@@ -53,9 +53,9 @@ def match(
     options = [{key: x for key, x in group.items() if key not in ("params", "param_names")} for group in groups]
     empty = iter([found for found, group in zip(options, groups, strict=True) if not group["params"]])
     saved = {name_of(key): found for found, group in zip(options, groups, strict=True) for key in group["params"]}
-    known = [name for group in own for name in group]
-    missing = [name for name in known if name not in saved]
-    unknown = [name for name in saved if name not in set(known)]
+    own_names = [name for group in own for name in group]
+    missing = [name for name in own_names if name not in saved]
+    unknown = [name for name in saved if name not in set(own_names)]
     if missing or unknown:
         raise LayoutError(
             f"the state dict is of other parameters; {NOT_LOADED}",

@@ -149,10 +149,10 @@ class RowSums(Function):
         own = _summed(x, top, columns, evenly)
         here = (ids - classes.start).unsqueeze(1)
         at = here.clamp(0, max(x.shape[1] - 1, 0))  # where the target is, if this rank has it
-        mine = (here == at).squeeze(1) if x.shape[1] else torch.zeros_like(ids, dtype=torch.bool)
+        mask = (here == at).squeeze(1) if x.shape[1] else torch.zeros_like(ids, dtype=torch.bool)
         d_at = x.gather(1, at).squeeze(1) - top if x.shape[1] else torch.zeros_like(top)
-        total_exp, *evens, d_target = classes.group.all_reduce(torch.stack([*own, torch.where(mine, d_at, 0)])).unbind()
-        ctx.save_for_backward(logits, top, total_exp, d_at, at, mine, columns)
+        total_exp, *evens, d_target = classes.group.all_reduce(torch.stack([*own, torch.where(mask, d_at, 0)])).unbind()
+        ctx.save_for_backward(logits, top, total_exp, d_at, at, mask, columns)
         ctx.classes = classes
         ctx.mark_non_differentiable(top)
         return top, total_exp.log(), d_target.clone(), *(each.clone() for each in evens)
@@ -184,7 +184,7 @@ class _Once(Function):
 
 def _gradient(saved: tuple[Any, ...], grads: tuple[torch.Tensor, ...], classes: Classes) -> torch.Tensor:
     """Return ``exp(x - top) * rate`` plus `even`; at the target all terms are summed before they are rounded."""
-    logits, top, total_exp, d_at, at, mine, columns = saved
+    logits, top, total_exp, d_at, at, mask, columns = saved
     rate, even = grads[0] / total_exp, grads[2] if len(grads) > 2 else None
     x = _rows(logits, classes)
     out = logits.new_empty(x.shape[0], logits.shape[-1])
@@ -192,7 +192,7 @@ def _gradient(saved: tuple[Any, ...], grads: tuple[torch.Tensor, ...], classes: 
     if out.shape != x.shape:
         part = out[:, : x.shape[1]]
         out[:, x.shape[1] :] = 0  # padding
-    net = rate * d_at.exp() + torch.where(mine, grads[1], 0)
+    net = rate * d_at.exp() + torch.where(mask, grads[1], 0)
     if even is not None:
         columns = rate.new_ones(x.shape[1]) if columns is None else columns
         net = net + even * columns.gather(0, at.squeeze(1)) if x.shape[1] else net
@@ -263,13 +263,13 @@ class ParallelCrossEntropy(nn.Module):
         weight: of each class, ``(num_classes,)``, equal on all ranks.
         process_group: a process group, a DeviceMesh that has the axes, or None for the default group.
         data_axes: axes of that mesh along which targets differ. A mean then divides by the mean number (or weight) of
-            live targets over these axes, with one more all-reduce of a number: so the mean of all ranks' losses,
+            valid targets over these axes, with one more all-reduce of a number: so the mean of all ranks' losses,
             to which averaged gradients belong, is the mean over all targets, however many each rank has. Then all
             ranks along these axes call it, too.
         ignore_index: targets of this value are ignored.
-        reduction: ``"none"``, ``"sum"`` or ``"mean"``; a mean over no live target is nan, as in torch.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``; a mean over no valid target is nan, as in torch.
         label_smoothing: from 0 to 1; that share of each target is spread over all classes.
-        z_loss: adds ``z_loss * logsumexp(logits)**2`` to the loss of each live target, weighted like the target.
+        z_loss: adds ``z_loss * logsumexp(logits)**2`` to the loss of each valid target, weighted like the target.
 
     Called with:
         logits: floats; global shape ``(..., num_classes)``, local ``(..., columns)``. The local tensor may or may not
@@ -330,11 +330,11 @@ class ParallelCrossEntropy(nn.Module):
         wide = torch.float32 if logits.dtype in HALF else logits.dtype
         w = None if weight is None else weight.to(wide)
         ids = target.reshape(-1).long()
-        live = ids != self.ignore_index
-        share = live.to(wide) if w is None else w[torch.where(live, ids, 0)] * live
+        valid = ids != self.ignore_index
+        share = valid.to(wide) if w is None else w[torch.where(valid, ids, 0)] * valid
         columns = w[classes.start : classes.start + classes.held] if smoothing and w is not None else None
         top, base, d_target, *evens = RowSums.apply(logits, ids, columns, classes, bool(smoothing))
-        losses = base - d_target  # rows that are not live have any value, until the end
+        losses = base - d_target  # rows that are not valid have any value, until the end
         if w is not None:
             losses = losses * share
         if smoothing:
@@ -343,7 +343,7 @@ class ParallelCrossEntropy(nn.Module):
             losses = (1 - smoothing) * losses + (evenly * base - each * evens[0])
         if self.z_loss:
             losses = losses + self.z_loss * share * (top + base).square()
-        losses = torch.where(live, losses, 0)
+        losses = torch.where(valid, losses, 0)
         if self.reduction != "mean":
             return losses.sum() if self.reduction == "sum" else losses.view(target.shape)
         total = share.sum()
@@ -353,8 +353,8 @@ class ParallelCrossEntropy(nn.Module):
         """Raise IndexError on all ranks if a target is out of bounds; off the CPU assert on the device."""
         classes, ignored = self.classes, self.ignore_index
         if torch.compiler.is_compiling():
-            is_live = (target >= 0) & (target < classes.count) | (target == ignored)
-            torch._assert_async(is_live.all(), "Target is out of bounds.")
+            is_valid = (target >= 0) & (target < classes.count) | (target == ignored)
+            torch._assert_async(is_valid.all(), "Target is out of bounds.")
             return
         waits = isinstance(classes.group, CheckedGroup)
         outside = out_of_range(target, 0, classes.count, ignored, waits=waits)  # the same on all ranks that have these

@@ -182,7 +182,7 @@ class Reducer:
         self._start_round()
 
     def __reduce__(self) -> Any:
-        return Nobody, ()  # a copy of the module has leaves of its own, and perhaps no process group
+        return NoReducer, ()  # a copy of the module has leaves of its own, and perhaps no process group
 
     # -- what there is to reduce ------------------------------------------------------------------------------------
 
@@ -202,8 +202,8 @@ class Reducer:
         agree(self.axes.whole, call, facts, fault)
         parts = [f"{g.name} {tuple(g.leaf.shape)} on each rank" for g in gradients if g.share == 1.0]
         agree(self.axes.data, call, {"parts": "\n".join(parts) or "(none)"})
-        known = {id(leaf) for *_, leaf, _ in self._leaves}
-        self._take_off_leaves()
+        seen = {id(leaf) for *_, leaf, _ in self._leaves}
+        self._remove_leaf_hooks()
         self.gradients, self.buckets = gradients, make_buckets(gradients, self.bucket_bytes)
         places = {id(gradient): bucket for bucket in self.buckets for gradient in bucket.gradients}
         self._bucket_of = [places.get(id(gradient)) for gradient in gradients]
@@ -218,7 +218,7 @@ class Reducer:
             place = owner._parameters if last in owner._parameters else vars(owner)
             self._leaves.append((place, last, tensor, leaf, _state(leaf)))
         if self.init_sync:
-            self._take_first_copies([*((name, t) for name, _, t in named), *module.named_buffers()], known)
+            self._broadcast_replicas([*((name, t) for name, _, t in named), *module.named_buffers()], seen)
 
     def _refuse_second(self, gradients: list[Gradient], instead_of: Reducer | None) -> None:
         for gradient in gradients:
@@ -241,23 +241,23 @@ class Reducer:
             self._leaf_handles.append(node.register_prehook(partial(_scaled, gradient.share)))
 
     @torch.no_grad()
-    def _take_first_copies(self, named: Iterable[tuple[str, torch.Tensor]], known: set[int]) -> None:
+    def _broadcast_replicas(self, named: Iterable[tuple[str, torch.Tensor]], seen: set[int]) -> None:
         """Overwrite new tensors with the values of the first data rank that holds a replica."""
         for name, tensor in named:
             local = local_of(tensor)
             group, _ = self.axes.copies(name, tensor)
-            if group.size > 1 and local.numel() and not local.is_meta and id(local) not in known:
-                known.add(id(local))
+            if group.size > 1 and local.numel() and not local.is_meta and id(local) not in seen:
+                seen.add(id(local))
                 group.broadcast(local.detach())
 
-    def _take_off_leaves(self) -> None:
+    def _remove_leaf_hooks(self) -> None:
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles, self._nodes = [], []
 
     def remove(self) -> None:
         """Remove all hooks from the module and its leaves."""
-        self._take_off_leaves()
+        self._remove_leaf_hooks()
         for handle in self.handles:
             handle.remove()
 
@@ -340,7 +340,7 @@ class Reducer:
             self._start_round()
 
 
-class Nobody:
+class NoReducer:
     """The hook of a copy of a data-parallel module, which is not data parallel."""
 
     def __call__(self, *args: Any) -> None:

@@ -44,7 +44,7 @@ from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.layout.pieces import Interval
 from shardtensor.mesh import Ranks, coordinate
-from shardtensor.parallel.tokens import DispatchedTokens, dealt, dispatch, find_fault
+from shardtensor.parallel.tokens import DispatchedTokens, dispatch, experts_per_rank, find_fault
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -241,7 +241,7 @@ class ExpertList(nn.Module):
     ) -> None:
         super().__init__()
         group = group_along(as_group(process_group), (axis,))
-        self._subgroup = _ExpertGroup(group, dealt(num_experts, group.size))
+        self._subgroup = _ExpertGroup(group, experts_per_rank(num_experts, group.size))
         start = sum(self._subgroup.held[: group.index])
         self.numbers = range(start, start + self._subgroup.held[group.index])
         for number in self.numbers:
@@ -291,11 +291,11 @@ def place(gate_up: Any, down: Any) -> tuple[Group, tuple[int, ...], Group | None
         return _alone, (len(gate_up),), None
     if not (isinstance(gate_up, ShardedTensor) and isinstance(down, ShardedTensor)):
         raise _refused("one of the two is sharded, the other is not", gate_up, down)
-    fault, dealing, splitting = _read(gate_up._layout, down._layout)
+    fault, expert_axes, splitting = _read(gate_up._layout, down._layout)
     if fault:
         raise _refused(fault, gate_up, down)
     group, layout = gate_up._group, gate_up._layout
-    subgroup = along(group, layout, dealing)
+    subgroup = along(group, layout, expert_axes)
     inner = along(group, layout, splitting) if splitting else None
     assert isinstance(layout, MeshLayout)
     return subgroup, _held(layout, subgroup.ranks), inner if inner is not None and inner.size > 1 else None
@@ -318,14 +318,14 @@ def _read(gate_up: Layout, down: Layout) -> tuple[str, tuple[int, ...], tuple[in
     """Return the fault of two layouts, or the axes that shard the experts and those that shard each of them inside."""
     if not (isinstance(gate_up, MeshLayout) and isinstance(down, MeshLayout)) or gate_up.partial or down.partial:
         return "experts are cut along their dims", (), ()
-    (deal, inside, across), (deal_down, across_down, inside_down) = gate_up.dims, down.dims
-    if (gate_up.ranks, gate_up.grid, deal) != (down.ranks, down.grid, deal_down):
+    (expert_cut, inside, across), (expert_cut_down, across_down, inside_down) = gate_up.dims, down.dims
+    if (gate_up.ranks, gate_up.grid, expert_cut) != (down.ranks, down.grid, expert_cut_down):
         return "both must deal the experts alike", (), ()
     if across is not None or across_down is not None:
         return "the dim of the tokens must be whole", (), ()
-    dealing = deal.axes if deal is not None else ()
+    expert_axes = expert_cut.axes if expert_cut is not None else ()
     if inside is None and inside_down is None:
-        return "", dealing, ()
+        return "", expert_axes, ()
     if inside is None or inside_down is None or inside.axes != inside_down.axes:
         return "both must be cut over the same axis inside of the experts", (), ()
     hidden = inside_down.pieces.length
@@ -333,7 +333,7 @@ def _read(gate_up: Layout, down: Layout) -> tuple[str, tuple[int, ...], tuple[in
         columns = _places(inside_down.pieces.intervals(i))
         if _places(inside.pieces.intervals(i)) != columns | {hidden + column for column in columns}:
             return "a rank must hold the rows of gate and up that meet its columns of down", (), ()
-    return "", dealing, inside.axes
+    return "", expert_axes, inside.axes
 
 
 def _places(intervals: Iterable[Interval]) -> set[int]:

@@ -225,7 +225,7 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
         refuse_sharded(self, input)
         flow = self.flow
         if isinstance(self, _OwnForward):
-            self.is_met = True
+            self.is_base_called = True
         table = _summed(self, "weight")
         assert table is not None
         ids = moved(input, flow.enter)
@@ -238,13 +238,13 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
 class _OwnForward:
     """The own forward of an embedding's subclass: it must call the forward of its base, which is parallel."""
 
-    is_met: bool
+    is_base_called: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self
-        module.is_met = False
+        module.is_base_called = False
         y = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not module.__dict__.pop("is_met"):
+        if not module.__dict__.pop("is_base_called"):
             raise RuleError(
                 f"{module.flow_of.__name__}: its forward does not call that of nn.Embedding, which looks the rows up",
                 {"weight": f"cut over ranks: {tuple(module.weight.shape)}"},
@@ -343,9 +343,9 @@ def layer_class(cls: type[nn.Module]) -> type[ParallelLayer] | None:
 
 def _reduced(layer: Any, protocol: int) -> tuple[Any, ...]:
     """Return what pickle and copy use for a layer whose class cannot be imported by name."""
-    return _blank, (layer.flow_of,), layer.__dict__
+    return _new_layer, (layer.flow_of,), layer.__dict__
 
 
-def _blank(cls: type[nn.Module]) -> Any:
+def _new_layer(cls: type[nn.Module]) -> Any:
     made: Any = layer_class(cls)
     return made.__new__(made)

@@ -18,7 +18,7 @@ from shardtensor.tensor.gradient import give_hooks, keep_grad_dtype, take_hooks
 from shardtensor.tensor.placing import device_for, moved, own_device, placement_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
-Home = tuple[nn.Module, str]
+Location = tuple[nn.Module, str]
 """A module, and the name under which it owns a tensor."""
 
 
@@ -61,20 +61,20 @@ def cannot_change(name: str, tensor: torch.Tensor, error: RuntimeError) -> RuleE
 def with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor like `tensor` that has memory, of any content, on `device`: this rank's part of a sharded one."""
     if not isinstance(tensor, ShardedTensor):
-        return _empty_twin(tensor, device)
+        return _empty_copy(tensor, device)
     spec = tensor._spec
     placement = None if spec is None else placement_of(spec, tensor._group.rank)
     if placement is not None and placement.device_type != device.type:
         spec = moved(spec, tensor._layout, device)
-    return wrap(_empty_twin(tensor._local, device), tensor._layout, spec, tensor._group)
+    return wrap(_empty_copy(tensor._local, device), tensor._layout, spec, tensor._group)
 
 
-def _empty_twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _empty_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     memory = torch.empty_like(tensor.detach(), device=device)
     return torch.Tensor._make_subclass(type(tensor), memory, tensor.requires_grad)
 
 
-def put_in_place(tensor: torch.Tensor, copied: torch.Tensor, homes: Iterable[Home]) -> torch.Tensor:
+def put_in_place(tensor: torch.Tensor, copied: torch.Tensor, locations: Iterable[Location]) -> torch.Tensor:
     """Replace `tensor` by `copied` in the modules that own it; return the tensor that they hold now.
 
     The object stays, so names, ties and optimizers stay. One with weak references (an LSTM keeps some) cannot be
@@ -84,7 +84,7 @@ def put_in_place(tensor: torch.Tensor, copied: torch.Tensor, homes: Iterable[Hom
         become(tensor, copied)
         return tensor
     made = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
-    for owner, name in homes:
+    for owner, name in locations:
         setattr(owner, name, made)
     return made
 

@@ -136,10 +136,10 @@ def find(module: nn.Module, param_name: str) -> tuple[tuple[str, ...] | None, to
         owner = module.get_submodule(path)
         found = getattr(owner, name)
     except AttributeError:
-        known = [known for known, _ in module.named_parameters()]
+        names = [name for name, _ in module.named_parameters()]
         raise MissingParameterError(
             f"{type(module).__name__} has no attribute `{param_name}`",
-            {"parameters": ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")},
+            {"parameters": ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")},
             "name one of its parameters",
         ) from None
     return dim_names(owner, name), checked(found, f"{type(owner).__name__}.{name}")

@@ -47,7 +47,7 @@ class Reorder(Function):
         return Reorder.apply(grad, *ctx.back), None, None
 
 
-_FAULT, _ASKS_GRADIENT = 1, 2  # bits of a rank's state
+_FAULT, _NEEDS_GRADIENT = 1, 2  # bits of a rank's state
 _HEAD = 3  # numbers before the counts: a digest of the facts, the state, the number of ids that no expert has
 
 
@@ -86,10 +86,10 @@ def dispatch_tokens(
         [10.0, 20.0, 30.0]
     """
     group = as_group(process_group)
-    return dispatch(tokens, experts, dealt(num_experts, group.size), group)
+    return dispatch(tokens, experts, experts_per_rank(num_experts, group.size), group)
 
 
-def dealt(num_experts: int | Sequence[int], size: int) -> tuple[int, ...]:
+def experts_per_rank(num_experts: int | Sequence[int], size: int) -> tuple[int, ...]:
     """Return how many experts each of `size` ranks holds."""
     if isinstance(num_experts, int):
         pieces = balanced(num_experts, size, 1)
@@ -122,7 +122,7 @@ class DispatchedTokens:
     _received: Sequence[int]  # rows from each
     _shape: torch.Size  # of the ids
     _sorting: Order
-    _landing: Order | None  # from the received order to that of `tokens`; None if they are the same
+    _regrouping: Order | None  # from the received order to that of `tokens`; None if they are the same
 
     def combine(self, outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Send the experts' outputs back and return the weighted sum of each token's outputs.
@@ -146,10 +146,10 @@ class DispatchedTokens:
                     "weights": f"{tuple(weights.shape)} for {tuple(self._shape)}",
                 },
             )
-        outputs = _asking(outputs.to(self.tokens.dtype))
+        outputs = _requiring_grad(outputs.to(self.tokens.dtype))
         width = outputs.shape[1]
-        if self._landing is not None:
-            outputs = Reorder.apply(outputs, *self._landing[::-1])
+        if self._regrouping is not None:
+            outputs = Reorder.apply(outputs, *self._regrouping[::-1])
         rows = _moved(outputs, self._received, self._sent, self._group)
         rows = Reorder.apply(rows, *self._sorting[::-1]).view(*self._shape, width)
         return (rows * weights.unsqueeze(-1)).sum(1).to(self.tokens.dtype)
@@ -169,14 +169,14 @@ def dispatch(
         facts = {"number of experts": str(sum(held)), "width of tokens": str(tokens.shape[1])}
         facts |= {"dtype": str(tokens.dtype), "gradients": "enabled" if torch.is_grad_enabled() else "disabled"}
     slots, message = _counted(tokens, experts, held, fault, facts)
-    came = all_to_all(message, [message.shape[1]] * group.size, [message.shape[1]] * group.size, group)
-    came = came.view(message.shape)
-    if came.is_meta:
-        goes, comes = _even(message, experts.numel(), held, group, tokens.requires_grad)
+    messages = all_to_all(message, [message.shape[1]] * group.size, [message.shape[1]] * group.size, group)
+    messages = messages.view(message.shape)
+    if messages.is_meta:
+        sending, receiving = _even(message, experts.numel(), held, group, tokens.requires_grad)
     else:
-        goes, comes = torch.stack([message, came]).tolist()  # on cuda: here the host waits
-    if any(head[:_HEAD] != [goes[0][0], head[1] & ~_FAULT, 0] for head in comes):
-        outside = goes[0][2]
+        sending, receiving = torch.stack([message, messages]).tolist()  # on cuda: here the host waits
+    if any(head[:_HEAD] != [sending[0][0], head[1] & ~_FAULT, 0] for head in receiving):
+        outside = sending[0][2]
         if outside:
             fault = LayoutError(
                 "tokens ask for experts that do not exist",
@@ -185,41 +185,41 @@ def dispatch(
             )
         agree(group, "dispatch_tokens", facts, fault)
     assert fault is None, "a rank receives its own message"
-    sent = [sum(row[_HEAD:]) for row in goes]
-    received = [sum(row[_HEAD:]) for row in comes]
+    sent = [sum(row[_HEAD:]) for row in sending]
+    received = [sum(row[_HEAD:]) for row in receiving]
     here = held[group.index]
     sorting = _sorting(slots)
-    if any(row[1] & _ASKS_GRADIENT for row in comes):
-        tokens = _asking(tokens)
+    if any(row[1] & _NEEDS_GRADIENT for row in receiving):
+        tokens = _requiring_grad(tokens)
     copies = tokens.unsqueeze(1).expand(-1, experts.shape[1], -1).flatten(0, 1)  # one for each expert of a token
     rows = _moved(Reorder.apply(copies, *sorting), sent, received, group)
-    by_rank = came[:, _HEAD : _HEAD + here]
-    landing = None
+    by_rank = messages[:, _HEAD : _HEAD + here]
+    regrouping = None
     if group.size > 1 and here > 1:
-        numbers = torch.arange(here, device=came.device).repeat(group.size)
+        numbers = torch.arange(here, device=messages.device).repeat(group.size)
         numbers = numbers.repeat_interleave(by_rank.flatten(), output_size=sum(received))
-        landing = _sorting(numbers)
-        rows = Reorder.apply(rows, *landing)
-    counts = tuple(sum(row[_HEAD + i] for row in comes) for i in range(here))
+        regrouping = _sorting(numbers)
+        rows = Reorder.apply(rows, *regrouping)
+    counts = tuple(sum(row[_HEAD + i] for row in receiving) for i in range(here))
     ends = by_rank.sum(0).cumsum(0).to(torch.int32)
-    return DispatchedTokens(rows, counts, ends, group, sent, received, experts.shape, sorting, landing)
+    return DispatchedTokens(rows, counts, ends, group, sent, received, experts.shape, sorting, regrouping)
 
 
 def _even(
-    message: torch.Tensor, rows: int, held: tuple[int, ...], group: Group, asks_gradient: bool
+    message: torch.Tensor, rows: int, held: tuple[int, ...], group: Group, needs_gradient: bool
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return counts for meta tensors, when a step is only counted: all experts get equally many rows."""
     each = rows // sum(held)
-    head = [0, _ASKS_GRADIENT if asks_gradient else 0, 0]
+    head = [0, _NEEDS_GRADIENT if needs_gradient else 0, 0]
     padding = [0] * (message.shape[1] - _HEAD)
 
     def counts(rank: int) -> list[int]:
         return [*head, *([each] * held[rank] + padding)[: len(padding)]]
 
-    goes = [counts(rank) for rank in range(group.size)]
-    goes[0][_HEAD] += rows - each * sum(held)
-    comes = [counts(group.index) for _ in range(group.size)]
-    return goes, comes
+    sending = [counts(rank) for rank in range(group.size)]
+    sending[0][_HEAD] += rows - each * sum(held)
+    receiving = [counts(group.index) for _ in range(group.size)]
+    return sending, receiving
 
 
 # -- checks and counts, before rows ------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def _counted(
     counts = slots.new_zeros(last + 1).scatter_add_(0, slots, torch.ones_like(slots))
     message = counts.new_empty(len(held), _HEAD + widest)
     message[:, 0] = crc32(repr(facts).encode())
-    message[:, 1] = _ASKS_GRADIENT if tokens.requires_grad and torch.is_grad_enabled() else 0
+    message[:, 1] = _NEEDS_GRADIENT if tokens.requires_grad and torch.is_grad_enabled() else 0
     message[:, 2] = counts[-1]
     message[:, _HEAD:] = counts[:-1].view(len(held), widest)
     return slots, message
@@ -290,10 +290,10 @@ def _places(held: tuple[int, ...], device: torch.device) -> torch.Tensor:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def _asking(x: torch.Tensor) -> torch.Tensor:
+def _requiring_grad(x: torch.Tensor) -> torch.Tensor:
     """Return `x` requiring a gradient, so that this rank calls the collectives of backward as the others do."""
-    asks = x.requires_grad or not torch.is_grad_enabled() or not (x.is_floating_point() or x.is_complex())
-    return x if asks else x.detach().requires_grad_()
+    is_ready = x.requires_grad or not torch.is_grad_enabled() or not (x.is_floating_point() or x.is_complex())
+    return x if is_ready else x.detach().requires_grad_()
 
 
 def _moved(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> torch.Tensor:

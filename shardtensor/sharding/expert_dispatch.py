@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.errors import PlanError
 from shardtensor.parallel.experts import UNCOMPILED, chosen, combined, place, stacked
-from shardtensor.parallel.tokens import dealt, dispatch, find_fault
+from shardtensor.parallel.tokens import dispatch, experts_per_rank, find_fault
 from shardtensor.sharding.hooks import NewForward, Site, Use, register_hook
 from shardtensor.tensor.sharded_tensor import local_of
 
@@ -45,7 +45,7 @@ def dispatch_to_experts(
 
     Raises:
         PlanError: there are no experts; or the module's own forward returns something else. One run of both on a few
-            tokens, with small stand-ins for the experts, checks this before anything changes.
+            tokens, with small replacements for the experts, checks this before anything changes.
     """
     module = site.module
     axes = (axis,) if isinstance(axis, str) else axis
@@ -54,7 +54,7 @@ def dispatch_to_experts(
     call = f"dispatch({', '.join(axes)}, top_k={top_k}"
     if all(name in module._parameters for name in _STACKS):
         forward = _stacked_forward(getattr(module, "act_fn", None) or getattr(module, "activation", None))
-        _refuse_another_forward(site, *_stacked_twin(module, top_k), f"{call})", {f"{call})": forward})
+        _refuse_another_forward(site, *_stacked_sample(module, top_k), f"{call})", {f"{call})": forward})
         return Use(lambda: NewForward(module, forward))
     experts, gate = module._modules.get("experts"), module._modules.get("gate")
     if gate is None or not isinstance(experts, nn.ModuleList | nn.ModuleDict) or not len(experts):
@@ -63,8 +63,8 @@ def dispatch_to_experts(
             {"module": type(module).__name__, "needed": "gate_up_proj and down_proj, or `gate` and a list `experts`"},
             "write it in the block of the experts' module",
         )
-    known = ("gate", "experts")
-    others = [name for name, child in module.named_children() if name not in known and list(child.parameters())]
+    handled = ("gate", "experts")
+    others = [name for name, child in module.named_children() if name not in handled and list(child.parameters())]
     others += [name for name in ("jitter_noise", "router_jitter_noise") if getattr(module, name, 0)]
     own_k = getattr(module, "top_k", top_k)
     if others or own_k != top_k:
@@ -75,12 +75,12 @@ def dispatch_to_experts(
         )
     count, alone = len(experts), SingleRankGroup()
     normalize = bool(getattr(module, "norm_topk_prob", True)) if normalize is None else normalize
-    ways = {
+    forwards = {
         f"{call}, normalize={str(n).lower()}, logits={str(g).lower()})": _listed_forward(alone, count, top_k, n, g)
         for n, g in itertools.product((True, False), repeat=2)
     }
-    asked = f"{call}, normalize={str(normalize).lower()}, logits={str(logits).lower()})"
-    _refuse_another_forward(site, *_listed_twin(module), asked, ways)
+    requested = f"{call}, normalize={str(normalize).lower()}, logits={str(logits).lower()})"
+    _refuse_another_forward(site, *_listed_sample(module), requested, forwards)
     return Use(lambda: NewForward(module, _listed_forward(site.group_along(axes), count, top_k, normalize, logits)))
 
 
@@ -103,7 +103,7 @@ def _stacked_forward(activation: Any) -> Forward:
 
 def _listed_forward(subgroup: Group, count: int, top_k: int, normalize: bool, logits: bool) -> Forward:
     """Return the forward of a router and `count` experts that are modules, sharded over the ranks of `subgroup`."""
-    held = dealt(count, subgroup.size)
+    held = experts_per_rank(count, subgroup.size)
     start = sum(held[: subgroup.index])
     numbers = range(start, start + held[subgroup.index])
 
@@ -130,7 +130,7 @@ _TOKENS, _WIDTH, _HIDDEN = 6, 4, 3
 
 
 class _Scaled(nn.Module):
-    """A stand-in for an expert that is a module."""
+    """A small replacement for an expert that is a module."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -140,8 +140,8 @@ class _Scaled(nn.Module):
         return tokens * self.factor
 
 
-def _listed_twin(block: nn.Module) -> tuple[nn.Module, tuple[torch.Tensor]]:
-    """Return a block like `block`, with stand-ins for experts and new values in its router; and hidden states."""
+def _listed_sample(block: nn.Module) -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """Return a block like `block`, with small experts and new values in its router; and hidden states."""
     generator = torch.Generator().manual_seed(0)
     copied, experts = _shallow(block), block._modules["experts"]
     gate: Any = copied._modules["gate"]
@@ -150,13 +150,13 @@ def _listed_twin(block: nn.Module) -> tuple[nn.Module, tuple[torch.Tensor]]:
         tensor.data = torch.randn(tensor.shape, generator=generator) if tensor.is_floating_point() else tensor.data
     width = next((p.shape[-1] for p in gate.parameters() if p.dim() == 2), _WIDTH)
     count = len(experts)  # type: ignore[arg-type]
-    stood = {name: _Scaled((i + 1) / count) for i, name in enumerate(experts._modules)}  # type: ignore[union-attr]
+    scaled = {name: _Scaled((i + 1) / count) for i, name in enumerate(experts._modules)}  # type: ignore[union-attr]
     is_dict = isinstance(experts, nn.ModuleDict)
-    copied._modules["experts"] = nn.ModuleDict(stood) if is_dict else nn.ModuleList(stood.values())
+    copied._modules["experts"] = nn.ModuleDict(scaled) if is_dict else nn.ModuleList(scaled.values())
     return copied, (torch.randn(2, _TOKENS // 2, width, generator=generator) * width**-0.5,)
 
 
-def _stacked_twin(experts: nn.Module, top_k: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def _stacked_sample(experts: nn.Module, top_k: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return experts like `experts` with two small stacked tensors; and tokens, their experts and weights."""
     generator = torch.Generator().manual_seed(0)
     count = experts.get_parameter(_STACKS[0]).shape[0]
@@ -181,28 +181,28 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def _refuse_another_forward(
-    site: Site, copied: nn.Module, inputs: tuple[torch.Tensor, ...], asked: str, ways: Mapping[str, Forward]
+    site: Site, copied: nn.Module, inputs: tuple[torch.Tensor, ...], requested: str, forwards: Mapping[str, Forward]
 ) -> None:
     """Raise unless a module's own forward returns the same as the requested dispatch, in training and evaluation.
 
-    `ways` has the forwards by the text of their dispatch: the fix names the one that agrees with the module's own.
+    `forwards` has the forwards by the text of their dispatch: the fix names the one that agrees with the module's own.
     """
     with torch.no_grad(), torch.device("cpu"):
         for is_training in (True, False):
             copied.train(is_training)
-            given, own, fix = ways[asked](copied, *inputs), None, _HOOK
+            given, own, fix = forwards[requested](copied, *inputs), None, _HOOK
             try:
                 found = copied(*inputs)
-                own, far = _kind(found), _difference(found, given)
-                if far is None:
+                own, difference = _kind(found), _difference(found, given)
+                if difference is None:
                     continue
             except Exception as error:
-                own, far, found = f"{type(error).__name__}: {error}", {}, None
-            for way, forward in ways.items() if found is not None else ():
+                own, difference, found = f"{type(error).__name__}: {error}", {}, None
+            for text, forward in forwards.items() if found is not None else ():
                 if _difference(found, forward(copied, *inputs)) is None:
-                    fix = f"write `use {way}`"
+                    fix = f"write `use {text}`"
             facts = {"module": type(site.module).__name__, "its own forward": own, "dispatch": _kind(given)}
-            raise site.refused(_ANOTHER, facts | far, fix)
+            raise site.refused(_ANOTHER, facts | difference, fix)
 
 
 def _kind(result: Any) -> str:

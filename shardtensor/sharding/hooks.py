@@ -109,18 +109,18 @@ def called(hook: Hook, site: Site) -> Use:
     """Call a hook and return what it will do; raise PlanError if it cannot be used."""
     function = _HOOKS.get(hook.name)
     if function is None:
-        near = get_close_matches(hook.name, _HOOKS, 1)
+        matches = get_close_matches(hook.name, _HOOKS, 1)
         raise site.refused(
             f"no hook is called `{hook.name}`",
             {"there are": ", ".join(sorted(_HOOKS))},
-            f"did you mean `{near[0]}`?" if near else f'define it with @register_hook("{hook.name}")',
+            f"did you mean `{matches[0]}`?" if matches else f'define it with @register_hook("{hook.name}")',
         )
     try:
         inspect.signature(function).bind(site, *hook.args, **hook.kwargs)
     except TypeError as error:
-        wanted = ", ".join(str(p) for p in list(inspect.signature(function).parameters.values())[1:])
+        accepted = ", ".join(str(p) for p in list(inspect.signature(function).parameters.values())[1:])
         raise site.refused(
-            f"`use {hook.name}`: {error}", {"it takes": wanted or "nothing"}, "change the arguments"
+            f"`use {hook.name}`: {error}", {"it takes": accepted or "nothing"}, "change the arguments"
         ) from None
     found = function(site, *hook.args, **hook.kwargs)
     return found if isinstance(found, Use) else Use(found)

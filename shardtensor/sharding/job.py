@@ -94,9 +94,9 @@ class ShardingJob:
         counts: attributes that become the rank's share.
         hooks: calls of hooks, with the path of each one's module.
         ties: names, each with the name of the tensor that replaces it.
-        lone: layers without flows that compute with plain values: they exist on some ranks only.
+        plain_layers: those without flows that compute with plain values: they exist on some ranks only.
         fsdp_config: which parameters are fully sharded, and the axes along which samples differ.
-        said: the canonical lines of the plan, as text that must be equal on all ranks.
+        lines: the canonical lines of the plan, as text that must be equal on all ranks.
     """
 
     module: nn.Module
@@ -109,13 +109,13 @@ class ShardingJob:
     wholes: tuple[tuple[str, torch.Tensor], ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
     fsdp_config: FSDPConfig | None = None
-    lone: tuple[str, ...] = ()
-    said: Mapping[str, str] = attrs.field(factory=dict)
+    plain_layers: tuple[str, ...] = ()
+    lines: Mapping[str, str] = attrs.field(factory=dict)
 
     def facts(self) -> dict[str, str]:
         """Return what must be equal on all ranks, as text."""
         named = [*((target.names[0], target.tensor) for target in self.targets), *self.wholes]
-        found = {**self.said, "frozen": _listed(name for name, tensor in named if not tensor.requires_grad)}
+        found = {**self.lines, "frozen": _listed(name for name, tensor in named if not tensor.requires_grad)}
         found |= {"on the meta device": _listed(name for name, tensor in named if tensor.is_meta)}
         found |= {path: type(sharder).__qualname__ for path, sharder in self.rules.sharders}
         for path, stated in self.flows.modules.stated.items() if self.flows is not None else ():
@@ -125,7 +125,7 @@ class ShardingJob:
         found |= {f"output of {path or 'the module'}": str(spec) for path, spec in self.rules.outputs}
         return found | {f"local output of {path or 'the module'}": "yes" for path in self.rules.local_outputs}
 
-    def settled(self, binder: Binder) -> list[ModuleChange]:
+    def changes(self, binder: Binder) -> list[ModuleChange]:
         """Return the changes of modules with a flow; raise PlanError if that is impossible or no hook takes a value."""
         if self.flows is None:
             return []
@@ -133,7 +133,7 @@ class ShardingJob:
         left = [finding for path, finding in self.flows.takers.to_hooks.items() if path not in taken]
         if left:
             raise PlanError(text_report(left))
-        return module_changes(self._modules, self.flows, self._sharded, binder, self.lone)
+        return module_changes(self._modules, self.flows, self._sharded, binder, self.plain_layers)
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
@@ -202,15 +202,15 @@ def work_of(
         flows = flows_of(with_the_rest(module, resolved, targets), is_whole=False)
         _raise(flows.findings(), PlanError)
     paths = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
-    passings = {paths[path]: passing for path, passing in resolved.modules.items()}
+    module_flows = {paths[path]: each for path, each in resolved.modules.items()}
     return ShardingJob(
         module,
         group,
         targets,
         rules,
         flows,
-        _counts(module, passings, group, plan.axes),
-        tuple((path, hook) for path, passing in passings.items() for hook, _ in passing.uses),
+        _counts(module, module_flows, group, plan.axes),
+        tuple((path, hook) for path, each in module_flows.items() for hook, _ in each.uses),
         wholes,
         ties,
         None if plan.is_part else FSDPConfig.of(module, resolved),
@@ -226,18 +226,18 @@ def _raise(findings: Iterable[Finding], kind: type[ShardTensorError]) -> None:
         raise kind(text_report(folded(errors)))
 
 
-def _counts(root: nn.Module, passings: Mapping[str, ModuleFlows], group: Group, axes: Axes) -> tuple[Count, ...]:
+def _counts(root: nn.Module, module_flows: Mapping[str, ModuleFlows], group: Group, axes: Axes) -> tuple[Count, ...]:
     """Return the attributes that become this rank's share; each once for a module with two names."""
     found: dict[tuple[int, str], Count] = {}
-    for path, passing in passings.items():
+    for path, each in module_flows.items():
         owner = root.get_submodule(path)
-        for name, (spec, _) in passing.locals.items():
-            value, spelled = getattr(owner, name), axes.spelled(spec)
+        for name, (spec, _) in each.locals.items():
+            value, composed = getattr(owner, name), axes.spelled(spec)
             try:
-                (share,) = bind_named(spelled, (value,), mesh_of(group)).local_shape(group.rank)
+                (share,) = bind_named(composed, (value,), mesh_of(group)).local_shape(group.rank)
             except LayoutError as error:
                 raise error.of(f"`{name}` of {path or 'the module'}") from None
-            found.setdefault((id(owner), name), Count(path, owner, name, value, spelled, share))
+            found.setdefault((id(owner), name), Count(path, owner, name, value, composed, share))
     return tuple(found.values())
 
 
@@ -279,8 +279,8 @@ def _add(
     try:
         dims, tensor = find(module, name)
         if id(tensor) in found:
-            known = found[id(tensor)]
-            found[id(tensor)] = attrs.evolve(known, names=(*known.names, name))
+            target = found[id(tensor)]
+            found[id(tensor)] = attrs.evolve(target, names=(*target.names, name))
             return
         layout = None if shards_itself(spec) else bound(spec, tensor, group, dims, src_rank)
     except (LayoutError, RuleError) as error:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, PlanError, ShardTensorError
-from shardtensor.parallel.memory import Home, become, put_in_place, with_memory
+from shardtensor.parallel.memory import Location, become, put_in_place, with_memory
 from shardtensor.tensor.drawing import agree_on_state
 from shardtensor.tensor.placing import device_for, own_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
@@ -58,13 +58,13 @@ def materialize(module: nn.Module, device: torch.device | str | None = None, ini
     """
     found = on_meta(module)
     groups = _groups(module)
-    fault, where, wanted = None, None, set[nn.Module]()
+    fault, where, to_fill = None, None, set[nn.Module]()
     try:
         where = _devices(found, device)
         if init is None:
-            wanted = having_resets(module, found)
+            to_fill = having_resets(module, found)
         else:
-            wanted = {m for m in module.modules() if any(t.is_meta for below in m.modules() for _, t in owned(below))}
+            to_fill = {m for m in module.modules() if any(t.is_meta for below in m.modules() for _, t in owned(below))}
     except ShardTensorError as error:
         fault = error
     facts = {", ".join(each.names): str(each) for each in found} | {"init": str(init is not None)}
@@ -74,7 +74,7 @@ def materialize(module: nn.Module, device: torch.device | str | None = None, ini
         with torch.no_grad():
             for each, place in zip(found, where, strict=True):
                 each.get_memory(place)
-            owners = [owner for owner in built_order(module) if owner in wanted]
+            owners = [owner for owner in built_order(module) if owner in to_fill]
             _fill(owners, init or _reset, found, groups, where)
         _agree(groups, f"materialize({type(module).__name__}), values", {}, _without_values(found, init))
     except BaseException:
@@ -140,10 +140,10 @@ def _fill(
     for group in groups:
         for stream in dict.fromkeys((torch.device("cpu"), *where)):
             agree_on_state(group, stream, None)  # plain tensors are then also drawn alike on every rank
-    mine = {id(each.tensor) for each in found}
+    found_ids = {id(each.tensor) for each in found}
     with device:
         for owner in owners:
-            kept = [(name, t, local_of(t).detach().clone()) for name, t in owned(owner) if id(t) not in mine]
+            kept = [(name, t, local_of(t).detach().clone()) for name, t in owned(owner) if id(t) not in found_ids]
             init(owner)
             for name, tensor, values in kept:
                 if getattr(owner, name, None) is not tensor:
@@ -169,7 +169,7 @@ class MetaTensor:
     """A meta tensor, its names, and its materialized value."""
 
     tensor: torch.Tensor
-    homes: list[Home] = attrs.field(factory=list)
+    locations: list[Location] = attrs.field(factory=list)
     names: list[str] = attrs.field(factory=list)
     undo: Callable[[], None] = lambda: None
     is_set: bool = False
@@ -180,11 +180,11 @@ class MetaTensor:
 
     def get_memory(self, device: torch.device) -> None:
         old, copied = self.tensor, with_memory(self.tensor, device)
-        self.tensor = put_in_place(old, copied, self.homes)
+        self.tensor = put_in_place(old, copied, self.locations)
         _bytes(local_of(self.tensor)).fill_(_UNSET)
 
         def undo() -> None:
-            for owner, name in self.homes:
+            for owner, name in self.locations:
                 setattr(owner, name, old)
             if self.tensor is old:  # the object stayed; `copied` has its old content
                 become(old, copied)
@@ -195,7 +195,7 @@ class MetaTensor:
         """Record whether this tensor has values; copy those of a tensor that was assigned in its place."""
         found = _bytes(local_of(self.tensor))
         self.is_set = not found.numel() or [*map(int, found.aminmax())] != [_UNSET, _UNSET]
-        for owner, name in self.homes:
+        for owner, name in self.locations:
             value = getattr(owner, name, None)
             if value is self.tensor:
                 continue
@@ -229,7 +229,7 @@ def on_meta(module: nn.Module) -> list[MetaTensor]:
         for name, tensor in owned(owner):
             if tensor.is_meta:
                 each = found.setdefault(id(tensor), MetaTensor(tensor))
-                each.homes.append((owner, name))
+                each.locations.append((owner, name))
                 each.names.append(f"{path}.{name}" if path else name)
     return list(found.values())
 
@@ -262,22 +262,22 @@ def having_resets(module: nn.Module, found: Sequence[MetaTensor]) -> set[nn.Modu
     """Return the modules whose own methods set the tensors: each tensor's nearest one, its module or one above."""
     modules = dict(module.named_modules())
     paths = {owner: path for path, owner in modules.items()}
-    wanted: set[nn.Module] = set()
-    nobody: dict[str, list[str]] = {}
-    for owner, name in (home for each in found for home in each.homes):
+    resettable: set[nn.Module] = set()
+    missing: dict[str, list[str]] = {}
+    for owner, name in (location for each in found for location in each.locations):
         path = paths[owner]
         while _reset_of(modules[path]) is None and path:
             path = path.rpartition(".")[0]
         if _reset_of(modules[path]) is None:
-            nobody.setdefault(f"{paths[owner] or 'the module'} ({type(owner).__name__})", []).append(name)
-        wanted.add(modules[path])
-    if nobody:
+            missing.setdefault(f"{paths[owner] or 'the module'} ({type(owner).__name__})", []).append(name)
+        resettable.add(modules[path])
+    if missing:
         raise PlanError(
             "modules hold tensors without values and have no reset_parameters()",
-            {who: ", ".join(names) for who, names in nobody.items()},
+            {who: ", ".join(names) for who, names in missing.items()},
             FIXES,
         )
-    return wanted
+    return resettable
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:

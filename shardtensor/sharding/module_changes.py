@@ -63,10 +63,10 @@ class Binder:
                 {"mesh": str(mesh)},
                 f"write `{ordered}`, or let the value pass as it is",
             )
-        known = sizes.get(step.axes, cut.sizes) if step.dim == -1 else cut.sizes
-        if known is None and cut.pad is not None:
+        dim_sizes = sizes.get(step.axes, cut.sizes) if step.dim == -1 else cut.sizes
+        if dim_sizes is None and cut.pad is not None:
             raise PlanError(f"`{cut}` is padded: its true length is not known here", fix="let the value pass as it is")
-        return step_of(step.kind, subgroup, DimSizes(step.dim, known, cut.balanced), step.sums)
+        return step_of(step.kind, subgroup, DimSizes(step.dim, dim_sizes, cut.balanced), step.sums)
 
 
 def _layer_flow(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank: int) -> LayerFlow:
@@ -183,15 +183,15 @@ def module_changes(
     flows: Flows,
     sharded: Mapping[str, frozenset[str]],
     binder: Binder,
-    lone: Collection[str] = (),
+    plain_layers: Collection[str] = (),
 ) -> list[ModuleChange]:
-    """Return the change of each module with a flow, and of each of `lone`: layers without one that use plain values."""
+    """Return the changes of modules with a flow and of `plain_layers`: layers without one, that use plain values."""
     stated = flows.modules.stated
     found: list[ModuleChange] = []
-    met: dict[int, str] = {}
-    for path in (*(path for path, each in stated.items() if each.ins or each.outs), *lone):
+    first_paths: dict[int, str] = {}
+    for path in (*(path for path, each in stated.items() if each.ins or each.outs), *plain_layers):
         module, flow = modules[path], stated.get(path, StatedFlows())
-        first = met.setdefault(id(module), path)
+        first = first_paths.setdefault(id(module), path)
         if first == path:
             try:
                 found.append(_module_change(path, module, flows, sharded.get(path, frozenset()), binder))
@@ -208,11 +208,11 @@ def module_changes(
 
 
 def _module_change(path: str, module: nn.Module, flows: Flows, sharded: frozenset[str], binder: Binder) -> ModuleChange:
-    known, stated = flows.modules.layers.get(path), flows.modules.stated.get(path, StatedFlows())
-    if known is not None and layer_class(type(module)) is not None:
-        work = flows.works.get(path) or layer_work(known, flows.modules.nearest_in(path) is not None)
+    layer, stated = flows.modules.layers.get(path), flows.modules.stated.get(path, StatedFlows())
+    if layer is not None and layer_class(type(module)) is not None:
+        work = flows.works.get(path) or layer_work(layer, flows.modules.nearest_in(path) is not None)
         rank = flows.modules.axes.mesh.ranks[binder.group.index]
-        return ModuleChange(path, module, _layer_flow(module, known, work, binder, rank), sharded)
+        return ModuleChange(path, module, _layer_flow(module, layer, work, binder, rank), sharded)
     if sharded and not stated.passing.uses:  # a hook may make it work on plain slices of its parameters
         stated = _of_sharded(stated)
     return _container(path, module, stated, flows.sums.partials.get(path, ()), binder, bool(sharded))
@@ -227,8 +227,8 @@ def _container(
 ) -> ModuleChange:
     names = arguments(module)
     moves, wraps = {}, {}
-    for said, flow in stated.ins.items():
-        name = said or next(iter(names), "")
+    for side, flow in stated.ins.items():
+        name = side or next(iter(names), "")
         if name not in names:
             raise PlanError(
                 f"forward has no argument `{name}`", {"arguments": ", ".join(names)}, "name one of them, or write `in`"

@@ -93,8 +93,8 @@ def check_numeric(
     data = [i for i, name in enumerate(mesh.names) if name in axes.leaves(axes.data)]
     samples = len(mesh.ranks_along(0, data))
     dense = copy.deepcopy(module)
-    want = torch.stack([step(dense, sample) for sample in range(samples)]).mean()
-    want.backward()
+    ref = torch.stack([step(dense, sample) for sample in range(samples)]).mean()
+    ref.backward()
     done, total = itertools.count(1), 1 + 3 * plan.world
 
     def count() -> None:
@@ -105,7 +105,7 @@ def check_numeric(
         found = simulate(plan.world, _one_rank, module, plan, step, dense, data, count)
     except Exception as error:
         return (_not_run(error, resolved),)
-    return _findings(resolved, want.item(), found)
+    return _findings(resolved, ref.item(), found)
 
 
 def _one_rank(
@@ -140,24 +140,24 @@ def _path_in(error: BaseException, module: nn.Module) -> str:
     return found
 
 
-def _compared(param: torch.Tensor, want: torch.Tensor) -> Gradient:
+def _compared(param: torch.Tensor, ref: torch.Tensor) -> Gradient:
     """Return this rank's part of the dense gradient, and the rank's own gradient."""
     if isinstance(param, ShardedTensor):
         rank = param._group.rank
-        whole = replicated(tuple(want.shape), param._layout.ranks, param._layout.grid)
-        want = take(want, whole, param._layout, rank) if rank in param._layout.ranks else want.new_empty(0)
+        whole = replicated(tuple(ref.shape), param._layout.ranks, param._layout.grid)
+        ref = take(ref, whole, param._layout, rank) if rank in param._layout.ranks else ref.new_empty(0)
     got = local_of(param).grad
-    return want.reshape(-1), want.new_empty(0) if not want.numel() else None if got is None else got.reshape(-1)
+    return ref.reshape(-1), ref.new_empty(0) if not ref.numel() else None if got is None else got.reshape(-1)
 
 
-def _findings(resolved: Resolved, want: float, found: list[tuple[float, dict[str, Gradient]]]) -> tuple[Finding, ...]:
+def _findings(resolved: Resolved, ref: float, found: list[tuple[float, dict[str, Gradient]]]) -> tuple[Finding, ...]:
     got = sum(loss for loss, _ in found) / len(found)
     findings = []
-    if abs(got - want) > TOLERANCE * max(abs(want), 1e-6):
-        why = f"one rank computes {want:.6g}, the mean over {len(found)} ranks is {got:.6g}"
+    if abs(got - ref) > TOLERANCE * max(abs(ref), 1e-6):
+        why = f"one rank computes {ref:.6g}, the mean over {len(found)} ranks is {got:.6g}"
         fix = "a value is counted twice, or a part is taken for the whole: look at the flows of the last layers"
         findings.append(Finding("E405", "the loss is not the dense one", _origin_of(resolved, ""), why, fix))
-    scale = max((want.norm().item() for _, compared in found for want, _ in compared.values()), default=0.0)
+    scale = max((ref.norm().item() for _, compared in found for ref, _ in compared.values()), default=0.0)
     faults = {name: _fault([compared[name] for _, compared in found], scale) for name in found[0][1]}
     wrong = [(name, fault) for name, fault in reversed(faults.items()) if fault]
     for i, (name, fault) in enumerate(wrong):
@@ -178,32 +178,32 @@ _FIX = (
 
 def _fault(ranks: list[Gradient], scale: float) -> str:
     """Return what is wrong with a gradient, from its parts on all ranks; empty when nothing is."""
-    want = torch.cat([each for each, _ in ranks])
-    length = want.norm().item()
+    ref = torch.cat([each for each, _ in ranks])
+    length = ref.norm().item()
     parts = [got for _, got in ranks if got is not None]
     if len(parts) < len(ranks):
         return "missing on some rank" if length > TOLERANCE * scale else ""
     got, floor = torch.cat(parts), TOLERANCE * max(length, scale * 1e-3)
-    off = (got - want).norm().item()
+    off = (got - ref).norm().item()
     if off <= floor:
         return ""
     if length <= TOLERANCE * scale:
         return "not 0, as it should be"
-    ratio = (got @ want).item() / length**2
-    if (got - ratio * want).norm().item() <= floor and abs(ratio) > TOLERANCE:
+    ratio = (got @ ref).item() / length**2
+    if (got - ratio * ref).norm().item() <= floor and abs(ratio) > TOLERANCE:
         return f"{ratio:.4g} times too large" if ratio > 1 else f"{1 / ratio:.4g} times too small"
     return f"off by {100 * off / length:.0f} %"
 
 
 def _origin_of(resolved: Resolved, path: str, counts_first: bool = True) -> Origin | None:
     """Return the place in the plan for a module: in its block, at its tensors, or at a module around it."""
-    passing = resolved.modules.get(path)
+    module_flows = resolved.modules.get(path)
     lines: list[Line | None] = [] if path else list(resolved.plan.lines)
-    if path and passing is not None:
-        flows = [line for said in (passing.ins, passing.outs) for _, line in said.values()]
-        counts = [line for _, line in passing.locals.values()]
+    if path and module_flows is not None:
+        flows = [line for side in (module_flows.ins, module_flows.outs) for _, line in side.values()]
+        counts = [line for _, line in module_flows.locals.values()]
         lines = [*counts, *flows] if counts_first else [*flows, *counts]
-        lines += [line for _, line in passing.uses]
+        lines += [line for _, line in module_flows.uses]
     lines += [placed.line for name, placed in resolved.tensors.items() if name.rpartition(".")[0] == path]
     found = next((line.origin for line in lines if line is not None and line.origin is not None), None)
     return found if found is not None or not path else _origin_of(resolved, path.rpartition(".")[0], counts_first)
@@ -269,11 +269,11 @@ def _loss(output: Any) -> torch.Tensor:
     if isinstance(named.get("loss"), torch.Tensor):
         return named["loss"]
     parts = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    terms = [_weighed(y) for y in parts if isinstance(y, torch.Tensor) and y.is_floating_point()]
+    terms = [_weighted_mean(y) for y in parts if isinstance(y, torch.Tensor) and y.is_floating_point()]
     return torch.stack([term for term in terms if term.requires_grad] or terms).sum()
 
 
-def _weighed(y: torch.Tensor) -> torch.Tensor:
+def _weighted_mean(y: torch.Tensor) -> torch.Tensor:
     """Return a mean of squares with different weights along the last dim, so that no mistake cancels in the sum."""
     weights = torch.linspace(0.5, 1.5, max(y.shape[-1], 1), dtype=y.dtype, device=y.device) if y.dim() else 1.0
     return (y.square() * weights).sum() / max(math.prod(y.shape), 1)

@@ -63,19 +63,19 @@ class Rules:
 def read_rules(module: nn.Module, rules: ShardingPlan | Mapping[str, Any], group: Group) -> Rules:
     """Read rules for a module and a group. Pure: reads the module, changes nothing, sends nothing."""
     if isinstance(rules, ShardingPlan):
-        torchs, found = rules, [Line(text, value=value) for text, value in rules.plan.items()]
+        torch_plan, found = rules, [Line(text, value=value) for text, value in rules.plan.items()]
     else:
-        torchs, found = ShardingPlan({}), list(lines(rules))
-    said = [line if line.kind != "tensor" else attrs.evolve(line, value=_value(line)) for line in found]
-    model = _with_attributes(module, model_info(module, all_buffers=True), said)
+        torch_plan, found = ShardingPlan({}), list(lines(rules))
+    entries = [line if line.kind != "tensor" else attrs.evolve(line, value=_value(line)) for line in found]
+    model = _with_attributes(module, model_info(module, all_buffers=True), entries)
     tree = NameTree(model.by_name, model.paths)
     sharders = {
         path: line.value
-        for line in said
+        for line in entries
         if isinstance(line.value, Sharder)
         for path in _modules(module, model, tree, line.pattern, line.value)
     }
-    kept = [line for line in said if not isinstance(line.value, Sharder)]
+    kept = [line for line in entries if not isinstance(line.value, Sharder)]
     for line in kept:
         _refuse(module, model, tree, line, sharders)
     opaque = {name: x.value.spec for x in kept if isinstance(x.value, Opaque) for name in tree.tensors(x.pattern)}
@@ -88,10 +88,10 @@ def read_rules(module: nn.Module, rules: ShardingPlan | Mapping[str, Any], group
         tuple((names[path], sharder) for path, sharder in sharders.items()),
         tuple(
             (names[path], _spec(value, fault.format(pattern)))
-            for pattern, value in (torchs.output_plan or {}).items()
+            for pattern, value in (torch_plan.output_plan or {}).items()
             for path in _modules(module, model, tree, pattern)
         ),
-        tuple(names[path] for p in torchs.return_local_tensor or () for path in _modules(module, model, tree, p)),
+        tuple(names[path] for p in torch_plan.return_local_tensor or () for path in _modules(module, model, tree, p)),
     )
 
 
@@ -112,10 +112,10 @@ def _spec(value: Any, fault: str) -> ShardingSpec:
         raise PlanError(fault, {"found": type(value).__name__}, 'write a spec, such as "[tp, -]"') from None
 
 
-def _with_attributes(module: nn.Module, model: Model, said: Iterable[Line]) -> Model:
+def _with_attributes(module: nn.Module, model: Model, entries: Iterable[Line]) -> Model:
     """Return the model with the plain tensors that rules name added."""
     tree, more = NameTree(model.by_name, model.paths), []
-    for line in said:
+    for line in entries:
         is_rule = line.kind == "tensor" and not line.is_optional and not isinstance(line.value, Sharder)
         if is_rule and not tree.tensors(line.pattern):
             with suppress(MissingParameterError):
@@ -174,12 +174,12 @@ def _refuse(module: nn.Module, model: Model, tree: NameTree, line: Line, sharder
             )
 
 
-def _mesh(group: Group, said: Sequence[Line]) -> Mesh:
+def _mesh(group: Group, entries: Sequence[Line]) -> Mesh:
     """Return the mesh of a group; if it has none and rules have flows, one axis with the name in the rules."""
-    flows = axes_of_flows(said)
+    flows = axes_of_flows(entries)
     if group.mesh is not None or not flows:
         return mesh_of(group)
-    names = flows | {axis for line in said if isinstance(line.value, Spec) for axis in line.value.axis_names}
+    names = flows | {axis for line in entries if isinstance(line.value, Spec) for axis in line.value.axis_names}
     if len(names) > 1:
         raise PlanError(
             "the ranks have one axis, and the plan has several names for it",
@@ -189,16 +189,16 @@ def _mesh(group: Group, said: Sequence[Line]) -> Mesh:
     return Mesh(((names.pop(), group.size),), group.ranks)
 
 
-def axes_of_flows(said: Iterable[Line]) -> set[str]:
+def axes_of_flows(entries: Iterable[Line]) -> set[str]:
     """Return the axes that flows name."""
-    flows = [line.value for line in said if isinstance(line.value, Flow)]
+    flows = [line.value for line in entries if isinstance(line.value, Flow)]
     return {axis for x in flows for axis in (*x.before.axis_names, *x.after.axis_names, *x.partials)}
 
 
 def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Any]) -> Resolved:
     """Return resolved rules with the tensors that no rule names added: replicated, or in their current layout."""
     mesh = resolved.plan.axes.mesh
-    known = {id(target.tensor): target for target in targets if target.layout is not None}
+    sharded = {id(target.tensor): target for target in targets if target.layout is not None}
     placed: dict[str, Placed] = {}
     for name, tensor in (
         *module.named_parameters(remove_duplicate=False),
@@ -207,8 +207,8 @@ def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Any])
         info = resolved.model.by_name[unwrapped(name)]
         spec: ShardingSpec = Replicate()
         layout: Layout = replicated(info.shape, mesh.ranks, mesh.sizes)
-        if id(tensor) in known:  # under any name, because it may be tied
-            spec, layout = known[id(tensor)].spec, known[id(tensor)].layout
+        if id(tensor) in sharded:  # under any name, because it may be tied
+            spec, layout = sharded[id(tensor)].spec, sharded[id(tensor)].layout
         elif isinstance(tensor, ShardedTensor):
             spec, layout = tensor.sharding_spec(), tensor._layout
         placed[info.name] = Placed(info, spec, layout)
@@ -216,7 +216,7 @@ def with_the_rest(module: nn.Module, resolved: Resolved, targets: Sequence[Any])
     for path, part in module.named_modules(remove_duplicate=False):
         names.setdefault(id(part), []).append(unwrapped(path))
     modules = dict(resolved.modules)
-    for path, passing in resolved.modules.items():  # flows apply under each name of a module
+    for path, module_flows in resolved.modules.items():  # flows apply under each name of a module
         for name in names[id(module.get_submodule(path))]:
-            modules.setdefault(name, attrs.evolve(passing, uses=(), locals={}))
+            modules.setdefault(name, attrs.evolve(module_flows, uses=(), locals={}))
     return attrs.evolve(resolved, tensors=placed, modules=modules)

@@ -81,7 +81,7 @@ def shard_module(
         if isinstance(plan, str | Path):
             plan = load_plan(plan, config=_config(module), world=group.size)
         found = work_of(module, plan, group, src_rank)
-        found.settled(Binder(found.group, is_dry=True))
+        found.changes(Binder(found.group, is_dry=True))
         facts |= found.facts()
     except ShardTensorError as error:
         fault = error
@@ -91,9 +91,9 @@ def shard_module(
     for path, sharder in found.rules.sharders:
         _replace(module, path, sharder)
     wrappers = [_wrapper(target, group, src_rank, process_group) for target in found.targets]
-    settled = found.settled(Binder(group))
+    changes = found.changes(Binder(group))
     drop_weak_references(module, [target.tensor for target in found.targets])
-    _become_all([target.tensor for target in found.targets], wrappers)
+    _swap_all([target.tensor for target in found.targets], wrappers)
     if isinstance(plan, Plan) and group.device_type == "cuda":  # where the sharded ones are
         move_rest([module], own_device("cuda"), {id(whole) for _, whole in found.wholes})
     for _, tensor in found.wholes:
@@ -102,7 +102,7 @@ def shard_module(
     for name, other in found.ties:
         (owner, last), (source, of_source) = (_place(module, each) for each in (name, other))
         owner._parameters[last] = source._parameters[of_source]
-    for each in settled:
+    for each in changes:
         each.apply(_HANDLES)
     for each_count in found.counts:
         each_count.apply()
@@ -149,7 +149,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
         is_parameter = isinstance(wrapper, nn.Parameter)
         wholes.append(nn.Parameter(whole, wrapper.requires_grad) if is_parameter else whole.detach())
     drop_weak_references(module, wrappers.values())
-    _become_all(list(wrappers.values()), wholes)
+    _swap_all(list(wrappers.values()), wholes)
     flatten_again(module)
     for tensor, grad in zip(wrappers.values(), grads, strict=True):
         tensor.grad = grad
@@ -189,7 +189,7 @@ def _wrapper(target: Target, group: Group, src_rank: int, process_group: Any) ->
     return wrap(local, layout, spec, group)
 
 
-def _become_all(tensors: list[Any], others: list[Any]) -> None:
+def _swap_all(tensors: list[Any], others: list[Any]) -> None:
     """Turn each tensor into the other at its position; if one fails, turn those before it back."""
     done: list[tuple[Any, Any, Any]] = []
     try:

@@ -106,11 +106,11 @@ def _domain(group: Group, axes: tuple[str, ...], data: Sequence[str], name: str,
     return group_on_mesh(subgroup, Mesh(grid, ranks))  # one for all units: each group has a communicator for reductions
 
 
-def _owners_of(module: nn.Module, wanted: set[int]) -> list[nn.Module]:
-    """Return the outermost modules that are called and whose parameters are all wanted."""
+def _owners_of(module: nn.Module, ids: set[int]) -> list[nn.Module]:
+    """Return the outermost modules that are called and whose parameters all have one of these `ids`."""
     params: list[torch.Tensor] = list(module.parameters())
-    if not params or not any(id(param) in wanted for param in params):
+    if not params or not any(id(param) in ids for param in params):
         return []
-    if is_called(module) and all(id(param) in wanted or not param.requires_grad for param in params):
+    if is_called(module) and all(id(param) in ids or not param.requires_grad for param in params):
         return [module]
-    return [owner for child in module.children() for owner in _owners_of(child, wanted)]
+    return [owner for child in module.children() for owner in _owners_of(child, ids)]

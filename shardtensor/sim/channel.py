@@ -48,7 +48,7 @@ class Slot:
         self.fault: Callable[[], BaseException] | None = None
 
     @property
-    def is_settled(self) -> bool:
+    def is_complete(self) -> bool:
         return self.left == 0 or self.fault is not None
 
     def has(self, rank: int) -> bool:

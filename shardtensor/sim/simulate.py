@@ -59,7 +59,7 @@ class SimGroup(Group):
         call = Call(name, text, (name, *signature), data, combine, check)
         return self.world.post(self.member, self.ranks, call, self._communicator)
 
-    def _collect(self, *args: Any) -> Any:
+    def _post_and_wait(self, *args: Any) -> Any:
         return self.world.wait(self.member, self._post(*args))
 
     # -- reductions ---------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class SimGroup(Group):
         signature: tuple[Any, ...] = (),
     ) -> torch.Tensor:
         data = (_SUPPORT.to_move(flat), list(send_counts), list(recv_counts))
-        sent = self._collect(name, text, (flat.dtype, *signature), data, _copied, self._unmatched)
+        sent = self._post_and_wait(name, text, (flat.dtype, *signature), data, _copied, self._unmatched)
         scale = _SUPPORT.elements_per_item(flat.dtype)
         return _SUPPORT.from_move(
             _concatenated([_range(data, counts, self.index, scale) for data, counts in sent]), flat
@@ -162,7 +162,7 @@ class SimGroup(Group):
         return self._route("scatter", text, flat, send, recv, (src_index,))
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
-        sent = self._collect(
+        sent = self._post_and_wait(
             *("broadcast", f"{_elements(t)} from rank {self.ranks[src_index]}", (src_index, t.numel(), t.dtype)),
             *(_SUPPORT.to_move(t), lambda all_sent: all_sent[src_index].clone()),
         )
@@ -174,14 +174,14 @@ class SimGroup(Group):
 
     def exchange(self, blob: bytes) -> list[bytes]:
         assert blob, "an exchange carries at least one byte"
-        return list(self._collect("exchange", f"{len(blob)} bytes", (len(blob),), blob, list))
+        return list(self._post_and_wait("exchange", f"{len(blob)} bytes", (len(blob),), blob, list))
 
     def exchange_objects(self, value: Any) -> list[Any]:
-        pickled = self._collect("exchange_objects", "", (), pickle.dumps(value), list)
+        pickled = self._post_and_wait("exchange_objects", "", (), pickle.dumps(value), list)
         return [pickle.loads(blob) for blob in pickled]
 
     def barrier(self) -> None:
-        self._collect("barrier", "", (), None, list)
+        self._post_and_wait("barrier", "", (), None, list)
 
     # -- other groups -------------------------------------------------------------------------------------------
 

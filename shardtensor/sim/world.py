@@ -88,7 +88,7 @@ class Member:
 
     @property
     def can_run(self) -> bool:
-        return not self.ended and (self.waits is None or self.waits.is_settled)
+        return not self.ended and (self.waits is None or self.waits.is_complete)
 
 
 class World:

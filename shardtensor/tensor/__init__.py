@@ -27,16 +27,16 @@ def _register_unbound() -> None:
         "__torch_function__",
         "__torch_dispatch__",
     }:
-        theirs: Any = getattr(torch.Tensor, name, None)
-        ours: Any = getattr(ShardedTensor, name)
-        if theirs is not None and isinstance(ours, property):
-            HANDLERS[theirs.__get__] = ours.fget  # type: ignore[assignment]
-            if ours.fset is not None:
-                HANDLERS[theirs.__set__] = lambda tensor, value, name=name: setattr(tensor, name, value)
-        elif callable(ours) and callable(theirs) and theirs not in HANDLERS:
-            HANDLERS[theirs] = ours
+        torch_attr: Any = getattr(torch.Tensor, name, None)
+        own_attr: Any = getattr(ShardedTensor, name)
+        if torch_attr is not None and isinstance(own_attr, property):
+            HANDLERS[torch_attr.__get__] = own_attr.fget  # type: ignore[assignment]
+            if own_attr.fset is not None:
+                HANDLERS[torch_attr.__set__] = lambda tensor, value, name=name: setattr(tensor, name, value)
+        elif callable(own_attr) and callable(torch_attr) and torch_attr not in HANDLERS:
+            HANDLERS[torch_attr] = own_attr
             if callable(function := getattr(torch, name, None)):
-                HANDLERS.setdefault(function, ours)
+                HANDLERS.setdefault(function, own_attr)
 
 
 _register_unbound()

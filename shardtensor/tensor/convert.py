@@ -176,10 +176,10 @@ def drop_weak_references(module: nn.Module, params: Iterable[torch.Tensor]) -> N
             owner._flat_weight_refs = [
                 ref and weakref.ref(nn.Parameter(torch.empty(0))) for ref in owner._flat_weight_refs
             ]
-            owner.flatten_parameters = _stay_apart  # type: ignore[method-assign]
+            owner.flatten_parameters = _skip_flattening  # type: ignore[method-assign]
 
 
-def _stay_apart() -> None:
+def _skip_flattening() -> None:
     """Do nothing: this replaces ``flatten_parameters`` of a sharded module."""
 
 
@@ -188,7 +188,7 @@ def flatten_again(module: nn.Module) -> None:
     forward finds that its weak references are gone, makes new ones, and flattens."""
     for owner in module.modules():
         is_sharded = any(isinstance(p, ShardedTensor) for p in owner._parameters.values())
-        if not is_sharded and vars(owner).get("flatten_parameters") is _stay_apart:
+        if not is_sharded and vars(owner).get("flatten_parameters") is _skip_flattening:
             del owner.flatten_parameters
 
 
@@ -280,7 +280,7 @@ ShardedTensor.__copy__ = shallow_copy  # type: ignore[attr-defined]
 ShardedTensor.__deepcopy__ = deep_copy  # type: ignore[method-assign,assignment]
 
 
-SAID_AS_TEXT = (Spec, Replicate, ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec)
+PICKLED_AS_TEXT = (Spec, Replicate, ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec)
 
 
 def reduce(tensor: ShardedTensor, protocol: int = 2) -> tuple[Any, ...]:
@@ -302,7 +302,7 @@ def _spec_to_write(tensor: ShardedTensor) -> str | ShardingSpec:
         except LayoutError:  # for example names of dims, which only the module has
             continue
         if same_boxes(layout, tensor._layout):
-            return str(spec) if type(spec) in SAID_AS_TEXT else spec
+            return str(spec) if type(spec) in PICKLED_AS_TEXT else spec
     raise RuleError(
         "no spec says how this tensor lies, so it cannot be pickled",
         {"layout": str(tensor._layout)},
@@ -322,11 +322,11 @@ def rebuild(
     group = unpickle_group(place, mesh)
     bound = as_spec(spec)
     layout = bind(bound, tuple(shape), placing.mesh_of(group))
-    want = layout.local_shape(group.rank)
-    if tuple(local.shape) != want:
+    expected = layout.local_shape(group.rank)
+    if tuple(local.shape) != expected:
         raise LayoutError(
             "a pickled shard does not have the shape that its spec gives this rank",
-            {"rank": group.rank, "found": tuple(local.shape), "needed": want},
+            {"rank": group.rank, "found": tuple(local.shape), "needed": expected},
         )
     written = placing.placement_of(bound, group.rank)
     if written is not None and written.device_type != local.device.type:  # map_location

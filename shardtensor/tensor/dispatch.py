@@ -42,17 +42,17 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
     return register
 
 
-def spellings(name: str) -> list[Any]:
+def functions_named(name: str) -> list[Any]:
     """Return the functions of this name that exist: ``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``F.add``."""
     places = [(torch, name), (torch.Tensor, name), (torch.Tensor, f"__{name}__"), (F, name), (torch.special, name)]
-    return [getattr(place, spelled) for place, spelled in places if hasattr(place, spelled)]
+    return [getattr(place, key) for place, key in places if hasattr(place, key)]
 
 
 def resolve(name: str) -> list[Any]:
-    """Return the functions of a rule table's name: one if it has an owner (``F.embedding``), else all `spellings`."""
+    """Return the functions of a rule table's name: one if it has an owner (``F.embedding``), else `functions_named`."""
     owner, dot, last = name.rpartition(".")
     if not dot:
-        return spellings(name)
+        return functions_named(name)
     place = {"F": F, "Tensor": torch.Tensor}.get(owner) or getattr(torch, owner)
     return [getattr(place, last)] if hasattr(place, last) else []
 
@@ -167,17 +167,17 @@ def explain(error: Exception, func: Any, operands: Any) -> None:
                 "tensor.to_dtensor(dtensor.device_mesh) is a DTensor on the same memory",
             ],
         ) from error
-    known = None if isinstance(error, ShardTensorError) else _at_work()
-    if known is not None:
-        what, fix = known
+    active = None if isinstance(error, ShardTensorError) else _active_transform()
+    if active is not None:
+        what, fix = active
         raise RuleError(f"{name_of(func)}: {what} does not see through ShardedTensors", fix=fix) from error
 
 
 def refusal_below(func: Any) -> RuleError:
     """Return the error for an operation that reached the wrapper itself, which has no elements."""
-    known = _at_work()  # torch hides a running transform here, so transforms are among the usual causes
-    cause = {"cause": known[0]} if known else {"usual causes": "\n".join(_USUAL_CAUSES)}
-    fix = known[1] if known else ["call full_tensor() first and work on the plain tensor", _UNSHARD]
+    active = _active_transform()  # torch hides a running transform here, so transforms are among the usual causes
+    cause = {"cause": active[0]} if active else {"usual causes": "\n".join(_USUAL_CAUSES)}
+    fix = active[1] if active else ["call full_tensor() first and work on the plain tensor", _UNSHARD]
     return RuleError(f"{func} reached a ShardedTensor below the level where operations are sharded", cause, fix)
 
 
@@ -190,7 +190,7 @@ _USUAL_CAUSES = (
 _UNSHARD = "unshard_module(module) makes its parameters plain"
 
 
-def _at_work() -> tuple[str, list[str]] | None:
+def _active_transform() -> tuple[str, list[str]] | None:
     """Return the transform or tracer that is active, and what to do instead."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a torch.func transform (grad, vjp, jvp, vmap, functionalize, ...)", [

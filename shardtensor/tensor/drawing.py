@@ -87,13 +87,13 @@ MAX_BYTES = 2**31 - 1  # a kernel indexes with 32 bits; torch halves larger tens
 def philox_pieces(
     sample: Sample,
     numel: int,
-    wanted: Callable[[int, int], bool],
+    is_needed: Callable[[int, int], bool],
     *,
     dtype: torch.dtype,
     device: torch.device,
     generator: Generator | None,
 ) -> Iterator[tuple[int, Tensor]] | None:
-    """Yield ``(start, values)``: the wanted passes of a CUDA tensor of `numel` elements, in a scratch of one pass.
+    """Yield ``(start, values)``: the needed passes of a CUDA tensor of `numel` elements, in a scratch of one pass.
 
     At the end the generator is where the whole call leaves it. None, with the generator unchanged, if the tensor fits
     one pass, or is complex and larger than 2 GiB, or if `sample` is not exact in passes.
@@ -112,7 +112,7 @@ def philox_pieces(
         return values
 
     found = find_pass(draw, stream, lengths)
-    return None if found is None else draw_passes(draw, stream, numel, wanted, *found, dtype.itemsize)
+    return None if found is None else draw_passes(draw, stream, numel, is_needed, *found, dtype.itemsize)
 
 
 def pass_lengths(index: int) -> tuple[int, int]:
@@ -155,13 +155,13 @@ def draw_passes(
     draw: Callable[..., Tensor],
     stream: Any,
     numel: int,
-    wanted: Callable[[int, int], bool],
+    is_needed: Callable[[int, int], bool],
     length: int,
     step: int,
     itemsize: int,
     max_bytes: int = MAX_BYTES,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield ``(start, values)`` for each wanted pass, then leave the offset where the whole draw leaves it.
+    """Yield ``(start, values)`` for each needed pass, then leave the offset where the whole draw leaves it.
 
     A tensor too large for 32-bit indexing is drawn by torch as a sequence of calls on its parts, each with passes of
     its own; before it splits the tensor it reserves (and does not use) the offsets for the whole.
@@ -174,7 +174,7 @@ def draw_passes(
     for first, last in pairwise(accumulate(parts, initial=0)):
         for start in range(first, last, length):
             stop = min(start + length, last)
-            if wanted(start, stop):
+            if is_needed(start, stop):
                 stream.set_offset(base)
                 # A short last pass is drawn in full too: fewer elements may run on a smaller grid of threads.
                 scratch = draw(length, scratch)
@@ -287,15 +287,15 @@ def draw_boxes(
         One contiguous tensor for each box, owning exactly its bytes.
     """
     shape, device = tuple(shape), torch.device(device)
-    wanted = [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
-    is_whole = [box.sizes for box in wanted] == [shape]
+    parts = [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
+    is_whole = [box.sizes for box in parts] == [shape]
     if math.prod(shape) > PIECE and not is_whole:
-        results = _draw_pieces(sample, shape, wanted, dtype, device, generator)
+        results = _draw_pieces(sample, shape, parts, dtype, device, generator)
         if results is not None:
             return results
     whole = torch.empty(shape, dtype=dtype, device=device)
     sample(whole, generator)
-    return [whole] if is_whole else [whole[box.slices].clone(memory_format=torch.contiguous_format) for box in wanted]
+    return [whole] if is_whole else [whole[box.slices].clone(memory_format=torch.contiguous_format) for box in parts]
 
 
 def _draw_pieces(
@@ -309,14 +309,14 @@ def _draw_pieces(
     """Draw the boxes from pieces of the flat whole, or return None where the whole is to be drawn at once."""
     results = [torch.empty(box.sizes, dtype=dtype, device=device) for box in boxes]
 
-    def is_wanted(start: int, stop: int) -> bool:
+    def is_needed(start: int, stop: int) -> bool:
         return any(run.overlap(box) for run in runs(start, stop, shape) for box in boxes)
 
     pieces = None
     if device.type == "cpu":
         pieces = serial_pieces(sample, math.prod(shape), dtype=dtype, generator=generator)
     elif device.type == "cuda":
-        pieces = philox_pieces(sample, math.prod(shape), is_wanted, dtype=dtype, device=device, generator=generator)
+        pieces = philox_pieces(sample, math.prod(shape), is_needed, dtype=dtype, device=device, generator=generator)
     if pieces is None:
         return None
     for start, values in pieces:

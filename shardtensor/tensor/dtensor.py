@@ -115,8 +115,8 @@ def as_dtensor(tensor: ShardedTensor, device_mesh: Any, placements: Any) -> Any:
 def parameter_of(dtensor: Any) -> nn.Parameter:
     """Return a new parameter on the memory of a DTensor, with the attributes that users set on the DTensor."""
     made = nn.Parameter(from_dtensor(dtensor.detach()), dtensor.requires_grad)
-    known = {"_local_tensor", "_spec", "_is_param"}
-    vars(made).update({key: value for key, value in vars(dtensor).items() if key not in known})
+    standard = {"_local_tensor", "_spec", "_is_param"}
+    vars(made).update({key: value for key, value in vars(dtensor).items() if key not in standard})
     return made
 
 
@@ -125,18 +125,18 @@ def _odd_spec(layout: MeshLayout, device: torch.device, mesh: Mesh) -> ShardingS
     if not any(layout.is_blocked(dim) for dim in range(len(layout.shape))):
         return None
     try:
-        is_said = same_boxes(bind(spec_of(layout, device), layout.shape, mesh), layout)
+        is_same = same_boxes(bind(spec_of(layout, device), layout.shape, mesh), layout)
     except LayoutError:
-        is_said = False
-    return None if is_said else enumerated(layout, device)
+        is_same = False
+    return None if is_same else enumerated(layout, device)
 
 
 def _mesh(device_mesh: Any) -> Mesh:
     """Return the axes and ranks of a DeviceMesh; unnamed axes are called ``dim_0``, ``dim_1``, ..."""
-    known = _axes_of.get(device_mesh)
-    if known is None:
-        known = _axes_of[device_mesh] = as_mesh(device_mesh)
-    return known
+    cached = _axes_of.get(device_mesh)
+    if cached is None:
+        cached = _axes_of[device_mesh] = as_mesh(device_mesh)
+    return cached
 
 
 def _mesh_for(tensor: ShardedTensor) -> Any:
@@ -170,7 +170,7 @@ def _order(dtensor: Any) -> tuple[int, ...] | None:
 
 
 def _gradient_scale(layout: Layout) -> float:
-    """Return the ratio of DTensor's gradient of a partial sum to ours. Both are the gradient of the whole, but DTensor
+    """Return DTensor's gradient of a partial sum over ShardedTensor's. Both are the gradient of the whole, but DTensor
     does not divide it by the number of ranks for an average."""
     scale = 1
     for axis, op in layout.partial:
@@ -205,9 +205,9 @@ class _ToDTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None, None, None]:
-        wanted = _reduced(ctx.placements)
-        if tuple(grad.placements) != wanted:
-            grad = grad.to(dtype_of_gradient(ctx, grad.dtype)).redistribute(ctx.mesh, wanted)
+        target = _reduced(ctx.placements)
+        if tuple(grad.placements) != target:
+            grad = grad.to(dtype_of_gradient(ctx, grad.dtype)).redistribute(ctx.mesh, target)
         local = grad.to_local().view(ctx.local_shape)
         return local / ctx.scale if ctx.scale != 1 else local, None, None, None, None
 

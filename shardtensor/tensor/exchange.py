@@ -22,7 +22,7 @@ def see(local: torch.Tensor, region: Region) -> torch.Tensor:
     return held if region.shape is None else held.view(region.shape)[region.within]
 
 
-def follow_one_another(pieces: Sequence[torch.Tensor]) -> bool:
+def are_adjacent(pieces: Sequence[torch.Tensor]) -> bool:
     """Return whether pieces lie in memory end to end, in their order."""
     at = pieces[0].storage_offset() if pieces else 0
     for piece in pieces:
@@ -149,7 +149,7 @@ def _widened(piece: Strided, n: int) -> Strided | None:
 
 
 MOST = 1024
-"""Exchanges kept for one group; when there are more, all are forgotten."""
+"""Exchanges kept for one group; when there are more, all are dropped."""
 
 
 class Side(NamedTuple):
@@ -168,8 +168,8 @@ class Plan(NamedTuple):
 
     step: Step
     shape: tuple[int, ...]
-    leaving: Side
-    coming: Side
+    send: Side
+    recv: Side
 
 
 def exchange(local: torch.Tensor, step: Step, subgroup: Group, rank: int) -> torch.Tensor:
@@ -181,26 +181,26 @@ def exchange(local: torch.Tensor, step: Step, subgroup: Group, rank: int) -> tor
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     plan = _plan(local, step, subgroup, rank)
-    leaving, coming = plan.leaving, plan.coming
-    if leaving.in_order:
-        sent = local.as_strided((leaving.total,), (1,), local.storage_offset() + leaving.start)
+    send, recv = plan.send, plan.recv
+    if send.in_order:
+        sent = local.as_strided((send.total,), (1,), local.storage_offset() + send.start)
     else:  # first: the host does the rest while the copies run
-        sent = local.new_empty(leaving.total)
-        for apart, together in leaving.copies.between(local, sent):
-            together.copy_(apart)
+        sent = local.new_empty(send.total)
+        for strided, packed in send.copies.between(local, sent):
+            packed.copy_(strided)
     if step.kind in ("all_gather", "reduce_scatter"):
         is_gather = step.kind == "all_gather"
-        received = subgroup.all_gather(sent) if is_gather else subgroup.reduce_scatter(sent, leaving.counts)
-        if coming.in_order:
+        received = subgroup.all_gather(sent) if is_gather else subgroup.reduce_scatter(sent, send.counts)
+        if recv.in_order:
             return received.view(plan.shape)
         out = local.new_empty(plan.shape)
     else:
         out = local.new_empty(plan.shape)
-        received = out.view(-1) if coming.in_order else local.new_empty(coming.total)
-        subgroup.all_to_all(sent, leaving.counts, coming.counts, received)
-    if not coming.in_order:
-        for apart, together in coming.copies.between(out, received):
-            apart.copy_(together)
+        received = out.view(-1) if recv.in_order else local.new_empty(recv.total)
+        subgroup.all_to_all(sent, send.counts, recv.counts, received)
+    if not recv.in_order:
+        for strided, packed in recv.copies.between(out, received):
+            strided.copy_(packed)
     return out
 
 
@@ -241,6 +241,6 @@ def _planned(local: torch.Tensor, step: Step, subgroup: Group, rank: int, mispla
         views = [see(x, region) for regions in regions_by_peer for region in regions]
         counts = [sum(region.numel for region in regions) for regions in regions_by_peer]
         start = int(views[0].storage_offset()) if views else 0
-        settled = copies(end_to_end(views), local.element_size(), at)
-        sides.append(Side(counts, sum(counts), follow_one_another(views), start, settled))
+        side_copies = copies(end_to_end(views), local.element_size(), at)
+        sides.append(Side(counts, sum(counts), are_adjacent(views), start, side_copies))
     return Plan(step, shape, *sides)

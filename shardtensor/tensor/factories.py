@@ -20,7 +20,7 @@ from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.drawing import Sample, draw
 from shardtensor.tensor.move import moved
-from shardtensor.tensor.placing import bind_to, device_asked, device_for
+from shardtensor.tensor.placing import bind_to, device_for, requested_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 SpecLike = ShardingSpec | str
@@ -164,8 +164,8 @@ def _make(sharding_spec: SpecLike, size: Sequence[Any], options: Options, maker:
             "a new tensor cannot be partial", {"spec": str(spec)}, "make it whole, or use init_from_local_tensor"
         )
     dtype = options.get("dtype") or torch.get_default_dtype()
-    asked = options.get("device")
-    device = device_for(spec, group) if asked is None else device_asked(spec, group, torch.device(asked))
+    requested = options.get("device")
+    device = device_for(spec, group) if requested is None else requested_device(spec, group, torch.device(requested))
     with torch.no_grad():
         local = maker(layout, group, dtype, device, options.get("pin_memory", False))
     if options.get("requires_grad"):
@@ -185,7 +185,7 @@ def as_shape(size: Sequence[Any]) -> tuple[int, ...]:
     return tuple(size)
 
 
-_KNOWN = frozenset(Options.__annotations__)
+_OPTION_NAMES = frozenset(Options.__annotations__)
 
 
 def _refuse_what_is_not_plain(
@@ -193,9 +193,9 @@ def _refuse_what_is_not_plain(
     memory_format: torch.memory_format = torch.contiguous_format,
     **rest: Any,
 ) -> None:
-    unknown = next((name for name in rest if name not in _KNOWN), None)
+    unknown = next((name for name in rest if name not in _OPTION_NAMES), None)
     if unknown is not None:
-        raise TypeError(f"no argument is called {unknown!r}; there are {', '.join(sorted(_KNOWN))}")
+        raise TypeError(f"no argument is called {unknown!r}; there are {', '.join(sorted(_OPTION_NAMES))}")
     if layout != torch.strided:
         raise LayoutError(f"Only torch.strided layout is currently supported, found {layout}")
     if memory_format != torch.contiguous_format:

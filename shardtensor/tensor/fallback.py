@@ -259,13 +259,13 @@ def _checkpoint(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -
     kinds_out: list[Any] = []  # not the ShardedTensors: their leaves own the graph that owns this
 
     def on_locals(*locals_: Any) -> Any:
-        out = run(*map(_dressed, locals_, kinds_in))
+        out = run(*map(_rewrapped, locals_, kinds_in))
         kinds_out[:] = map(_kind, _as_tuple(out))
         bare = tuple(map(local_of, _as_tuple(out)))
         return bare if isinstance(out, tuple) else bare[0]
 
     out = _plain_apply(CheckpointFunction, on_locals, preserve_rng_state, *map(local_of, args))
-    shown = tuple(map(_dressed, _as_tuple(out), kinds_out))
+    shown = tuple(map(_rewrapped, _as_tuple(out), kinds_out))
     return shown if isinstance(out, tuple) else shown[0]
 
 
@@ -274,7 +274,7 @@ def _saved(args: tuple[Any, ...]) -> Any:
     saver = _plain_apply(_SaveInputs, *map(local_of, args))
     if saver.grad_fn is not None:
         kinds, get_args = [_kind(x) for x in args[1:]], saver.grad_fn.get_args  # the first is a dummy
-        saver.grad_fn.get_args = lambda saved: list(map(_dressed, get_args(saved), kinds))
+        saver.grad_fn.get_args = lambda saved: list(map(_rewrapped, get_args(saved), kinds))
     return saver
 
 
@@ -290,7 +290,7 @@ def _kind(x: Any) -> Any:
     return (x._layout, x._spec, x._group) if isinstance(x, ShardedTensor) else None
 
 
-def _dressed(local: Any, kind: Any) -> Any:
+def _rewrapped(local: Any, kind: Any) -> Any:
     return local if kind is None else wrap(local, *kind)
 
 
@@ -315,7 +315,7 @@ def compare_plain_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if not isinstance(group, CheckedGroup) or group.index < 0 or name.rpartition(".")[2] in _OVERWRITTEN:
         return
     plain = {
-        _say(path): f"{' x '.join(map(str, x.shape)) or 'a number'} {x.dtype}, checksum {_checksum(x)}"
+        _operand_text(path): f"{' x '.join(map(str, x.shape)) or 'a number'} {x.dtype}, checksum {_checksum(x)}"
         for path, x in leaves
         if type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided and x.device.type != "meta"
     }
@@ -323,7 +323,7 @@ def compare_plain_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         group.compare(f"{name} in {call_site()}", plain)
 
 
-def _say(path: Any) -> str:
+def _operand_text(path: Any) -> str:
     where, *rest = path
     if where.idx == 1:
         return f"operand {rest[0].key}{keystr(tuple(rest[1:]))}"

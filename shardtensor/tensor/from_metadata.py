@@ -52,11 +52,11 @@ def from_local_shards_and_global_metadata(
     for shard in shards:
         rank, _ = parse_and_validate_remote_device(process_group, shard.placement)
         owned.append((rank, Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))))
-    mine = [box for rank, box in owned if rank == group.rank]
-    if len(local_shards) != len(mine):
+    own_boxes = [box for rank, box in owned if rank == group.rank]
+    if len(local_shards) != len(own_boxes):
         raise RuleError(
             f"Number of local shards ({len(local_shards)}) does not match number of local shards metadata "
-            f"in sharded_tensor_metadata ({len(mine)}) on rank ({group.rank})",
+            f"in sharded_tensor_metadata ({len(own_boxes)}) on rank ({group.rank})",
             fix="pass the shards that the metadata gives this rank",
         )
     _check_shards(local_shards, sharded_tensor_metadata.tensor_properties)
@@ -65,7 +65,7 @@ def from_local_shards_and_global_metadata(
     check_tensor(shards, shape)
     is_chunked = isinstance(spec, ChunkShardingSpec) and all(rank in group.ranks for rank, _ in owned)
     layout = bind_named(spec, shape, mesh_of(group)) if is_chunked else listed_layout(tuple(owned), shape)
-    by_box = {box: shard.tensor for box, shard in zip(mine, local_shards, strict=True)}
+    by_box = {box: shard.tensor for box, shard in zip(own_boxes, local_shards, strict=True)}
     dtype = sharded_tensor_metadata.tensor_properties.dtype
     return wrap(leaf_of(layout, group, by_box, dtype), layout, spec, group)
 
@@ -75,11 +75,11 @@ def _check_shards(local_shards: Sequence[Shard], properties: TensorProperties) -
         tensor = shard.tensor
         found = TensorProperties.create_from_tensor(tensor)
         for name in ("layout", "pin_memory", "dtype", "requires_grad"):
-            want, has = getattr(properties, name), getattr(found, name)
-            if want != has:
+            expected, actual = getattr(properties, name), getattr(found, name)
+            if expected != actual:
                 raise LayoutError(
                     f"Local shards' tensor {name} property is incompatible with tensor property on this rank",
-                    {"tensor property": want, "local shard": has, "shard": shard.metadata},
+                    {"tensor property": expected, "local shard": actual, "shard": shard.metadata},
                 )
             if name == "layout" and not tensor.is_contiguous():
                 raise LayoutError(
@@ -158,10 +158,10 @@ def from_torch_sharded_tensor(tensor: Any) -> ShardedTensor:
     """
     if not is_torch_sharded(tensor):
         raise TypeError(f"this takes torch's ShardedTensor, and this is a {type(tensor).__name__}")
-    theirs = tensor.metadata()
-    size, given = torch.Size(theirs.size), theirs.tensor_properties
+    source = tensor.metadata()
+    size, given = torch.Size(source.size), source.tensor_properties
     properties = TensorProperties(given.dtype, given.layout, given.requires_grad, pin_memory=given.pin_memory)
-    metadata = ShardedTensorMetadata([_inside(md, size) for md in theirs.shards_metadata], size, properties)
+    metadata = ShardedTensorMetadata([_inside(md, size) for md in source.shards_metadata], size, properties)
     shards = [Shard(shard.tensor, _inside(shard.metadata, size)) for shard in tensor.local_shards()]
     spec = as_spec(tensor.sharding_spec())
     return from_local_shards_and_global_metadata(shards, metadata, tensor._process_group, sharding_spec=spec)

@@ -106,10 +106,10 @@ def grad_dtype_of(leaf: torch.Tensor) -> torch.dtype:
     return getattr(leaf, "grad_dtype", None) or leaf.dtype
 
 
-def keep_grad_dtype(tensor: torch.Tensor, successor: torch.Tensor) -> None:
+def keep_grad_dtype(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
     """Set the ``grad_dtype`` that a user gave `tensor`, if any, on the leaf that takes its place."""
     if HAS_GRAD_DTYPE and tensor.is_leaf and tensor.grad_dtype != tensor.dtype:
-        leaf: Any = successor._local if isinstance(successor, ShardedTensor) else successor
+        leaf: Any = replacement._local if isinstance(replacement, ShardedTensor) else replacement
         leaf.grad_dtype = tensor.grad_dtype
 
 
@@ -141,8 +141,8 @@ def _gradient_hook(
 ) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
     """Return the hook for the leaf of `tensor`."""
     # It must not keep the tensor alive, so it refers to a wrapper over a meta tensor.
-    stand_in = torch.empty(tensor._local.shape, device="meta")
-    like = wrap(stand_in, tensor._layout, tensor._spec, tensor._group)
+    proxy = torch.empty(tensor._local.shape, device="meta")
+    like = wrap(proxy, tensor._layout, tensor._spec, tensor._group)
 
     def on_leaf(grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None:  # torch also calls it if the graph computed no gradient

@@ -79,12 +79,12 @@ def init_from_local_shards(
     spec = EnumerableShardingSpec([shard for _, shard in shards])
     held = [(rank_of(box.placement), Box(box.offsets, box.sizes)) for box in spec.boxes if box.placement is not None]
     layout = listed_layout(tuple((rank, box) for rank, box in held if rank is not None), shape)
-    mine = [_box(shard) for rank, shard in shards if rank == group.rank]
+    own_boxes = [_box(shard) for rank, shard in shards if rank == group.rank]
     first = next(iter(holders.values()))
     leaf = leaf_of(
         layout,
         group,
-        {box: shard.tensor for box, shard in zip(mine, local_shards, strict=True)},
+        {box: shard.tensor for box, shard in zip(own_boxes, local_shards, strict=True)},
         first.dtype,
         device=own_device(shards[0][1].placement.device_type),  # type: ignore[union-attr]
         requires_grad=bool(first.requires_grad),
@@ -269,10 +269,10 @@ def _read(
     if size is None or None in size:
         return spec, size, None
     layout = bind_named(spec, tuple(length for length in size if length is not None), mesh_of(group))
-    wanted = layout.local_shape(group.rank)
-    if tuple(local.shape) != wanted:
+    expected = layout.local_shape(group.rank)
+    if tuple(local.shape) != expected:
         raise LayoutError(
-            f"the local tensor of rank {group.rank} is {by(local.shape)}, the spec gives it {by(wanted)}",
+            f"the local tensor of rank {group.rank} is {by(local.shape)}, the spec gives it {by(expected)}",
             {"spec": str(spec), "global size": by(size)},
             "pass the true global size, or a spec with sizes(...) that says how the ranks differ",
         )
@@ -282,14 +282,14 @@ def _read(
 def _fitting(spec: ShardingSpec, size: Size | None, shapes: Mapping[int, Shape], group: Group) -> Layout:
     """Return the layout whose local shapes are those of the ranks: it tries sums of lengths along axes of the mesh."""
     mesh = mesh_of(group)
-    known = size or (None,) * len(shapes[mesh.ranks[0]])
-    if all(len(shape) == len(known) for shape in shapes.values()):
+    given = size or (None,) * len(shapes[mesh.ranks[0]])
+    if all(len(shape) == len(given) for shape in shapes.values()):
         axes = range(len(mesh.sizes))
         some_axes = [chosen for count in range(len(axes) + 1) for chosen in combinations(axes, count)]
         lines = [mesh.ranks_along(mesh.ranks[0], chosen) for chosen in some_axes]
         lengths = [
             sorted({sum(shapes[rank][dim] for rank in line) for line in lines}) if length is None else [length]
-            for dim, length in enumerate(known)
+            for dim, length in enumerate(given)
         ]
         for shape in product(*lengths):
             with suppress(LayoutError):

@@ -97,12 +97,12 @@ def _property(name: str) -> property:
     return property(lambda self: getattr(self._local, name), doc=f"As of the dense tensor: ``{name}``.")
 
 
-def _question(name: str) -> Any:
-    def ask(self: MetadataMethods, *args: Any) -> Any:
+def _method(name: str) -> Any:
+    def method(self: MetadataMethods, *args: Any) -> Any:
         return getattr(self._local, name)(*args)
 
-    ask.__name__ = name
-    return ask
+    method.__name__ = name
+    return method
 
 
 PROPERTIES = """
@@ -111,12 +111,12 @@ _backward_hooks _post_accumulate_grad_hooks
 is_cpu is_cuda is_meta is_mps is_mtia is_xpu is_ipu is_maia is_vulkan is_xla
 is_mkldnn is_quantized is_nested is_sparse is_sparse_csr
 """
-QUESTIONS = """
+METHODS = """
 element_size is_floating_point is_complex is_signed is_conj is_neg is_inference is_pinned get_device
 """
 
 for _name in PROPERTIES.split():
     if hasattr(torch.Tensor, _name):
         setattr(MetadataMethods, _name, _property(_name))
-for _name in QUESTIONS.split():
-    setattr(MetadataMethods, _name, _question(_name))
+for _name in METHODS.split():
+    setattr(MetadataMethods, _name, _method(_name))

@@ -37,10 +37,10 @@ def along(group: Group, layout: Layout, axes: Sequence[int]) -> Group:
     if all(size == 1 for size in rest):
         return group
     key = (layout.ranks, layout.grid, tuple(axes))
-    known = _ALONG.setdefault(group, {})
-    if key not in known:
-        known[key] = _subgroup(group, layout, axes)
-    return known[key]
+    cached = _ALONG.setdefault(group, {})
+    if key not in cached:
+        cached[key] = _subgroup(group, layout, axes)
+    return cached[key]
 
 
 def _subgroup(group: Group, layout: Layout, axes: Sequence[int]) -> Group:

@@ -60,7 +60,7 @@ def _check_cuda(device: torch.device, facts: dict[str, str], without_any: str) -
         )
 
 
-def device_asked(spec: ShardingSpec, group: Group, device: torch.device) -> torch.device:
+def requested_device(spec: ShardingSpec, group: Group, device: torch.device) -> torch.device:
     """Return the device of a new local tensor if a caller names `device`; cuda without an index is the rank's own."""
     kinds = _named_kinds(spec)
     if kinds and device.type != "meta":

@@ -96,16 +96,16 @@ def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
     old, old_layout = tensor._local, tensor._layout
     tensor._layout, tensor._spec, tensor._placements, tensor._remote = layout, spec, None, None
     if local is not old and is_leaf and old.requires_grad:
-        _pass_on(old, old_layout, tensor)
+        _forward_grad(old, old_layout, tensor)
     tensor._replace_local(local)
     return tensor
 
 
-def _pass_on(old: torch.Tensor, layout: Layout, tensor: ShardedTensor) -> None:
+def _forward_grad(old: torch.Tensor, layout: Layout, tensor: ShardedTensor) -> None:
     """Redistribute gradients that earlier graphs still give the old leaf, and add them to those of the current leaf."""
 
     @torch.no_grad()
-    def hand_over(leaf: torch.Tensor) -> None:
+    def move_grad(leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         if grad is None:
             return
@@ -114,7 +114,7 @@ def _pass_on(old: torch.Tensor, layout: Layout, tensor: ShardedTensor) -> None:
         local.grad = new if local.grad is None else local.grad + new
 
     old.grad = None
-    old.register_post_accumulate_grad_hook(hand_over)
+    old.register_post_accumulate_grad_hook(move_grad)
 
 
 def _moved(tensor: ShardedTensor, spec: ShardingSpec, layout: Layout, group: Group) -> torch.Tensor:

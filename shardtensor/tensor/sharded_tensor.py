@@ -109,9 +109,9 @@ class ShardedTensor(MetadataMethods, torch.Tensor):  # type: ignore[override, mi
 
     def _set_shard_tensor(self, index: int, value: torch.Tensor) -> None:
         """Set the shard's tensor: `value` becomes the leaf if the rank has one shard, else it is copied in place."""
-        want = self._layout.boxes(self._group.rank)[index].sizes
-        if tuple(value.shape) != want:
-            raise ValueError(f"a shard of shape {tuple(want)} cannot hold one of shape {tuple(value.shape)}")
+        expected = self._layout.boxes(self._group.rank)[index].sizes
+        if tuple(value.shape) != expected:
+            raise ValueError(f"a shard of shape {tuple(expected)} cannot hold one of shape {tuple(value.shape)}")
         if value is self._local:
             return
         if len(self._layout.boxes(self._group.rank)) == 1 and not self._layout.packed:
@@ -318,8 +318,8 @@ def copy_of(
     local = x._local
     if not isinstance(value, ShardedTensor):
         value = wrap(value, replicated(tuple(value.shape), x._group.ranks), None, x._group)
-    known = x._copied
-    source, version = (local, version_of(local)) if known is None else (known.source, known.version)
+    origin = x._copied
+    source, version = (local, version_of(local)) if origin is None else (origin.source, origin.version)
     return as_copy(value, Copied(name, local, source, version, again))
 
 

@@ -118,7 +118,7 @@ class _Counted:
         self._plan = plan
         self._axes: dict[Ranks, tuple[str, ...]] = {}
         self._storages: list[Any] = []
-        self._known: set[int] = set()
+        self._seen: set[int] = set()
 
     def count(self, kind: str, ranks: Ranks, sent: int, received: int) -> None:
         if not self.phase or kind in _AGREEMENTS:
@@ -137,16 +137,16 @@ class _Counted:
         if node is None:
             return ""
         variable = getattr(node, "variable", None)  # of a parameter whose gradient is complete
-        known: Any = node.metadata if variable is None else vars(variable)
-        return str(known.get(_WHERE, ""))
+        marks: Any = node.metadata if variable is None else vars(variable)
+        return str(marks.get(_WHERE, ""))
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count what autograd saves, once for each storage; those of parameters, gathered ones too, are left out."""
         if self.phase == "forward" and type(tensor) is torch.Tensor:
             self._leave_out(self.inside[-1][1])
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._known:
-                self._known.add(storage._cdata)
+            if storage._cdata not in self._seen:
+                self._seen.add(storage._cdata)
                 self._storages.append(storage)  # so that no other storage gets its address
                 self.kept += storage.nbytes()
         return tensor
@@ -155,8 +155,8 @@ class _Counted:
         for tensor in (*owner._parameters.values(), *owner._buffers.values()) if owner is not None else ():
             if tensor is not None:
                 storage = local_of(tensor).untyped_storage()
-                if storage._cdata not in self._known:
-                    self._known.add(storage._cdata)
+                if storage._cdata not in self._seen:
+                    self._seen.add(storage._cdata)
                     self._storages.append(storage)
 
     def own(self, module: nn.Module) -> None:
@@ -218,10 +218,10 @@ def _mark(output: Any, path: str) -> None:
         node = nodes.pop()
         if node is None or hasattr(node, "variable"):
             continue
-        known: Any = node.metadata
-        if _WHERE in known:
+        marks: Any = node.metadata
+        if _WHERE in marks:
             continue
-        known[_WHERE] = path
+        marks[_WHERE] = path
         nodes += [following for following, _ in node.next_functions]
 
 

@@ -509,7 +509,7 @@ def test_an_unknown_check(monkeypatch):
 
 
 def test_asking_by_a_call(monkeypatch):
-    monkeypatch.setattr(comm.checked, "_wanted", False)
+    monkeypatch.setattr(comm.checked, "_is_requested", False)
     assert not are_collectives_checked()
     st.check_collectives()
     assert are_collectives_checked()

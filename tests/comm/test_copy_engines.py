@@ -173,11 +173,11 @@ def test_the_communicator_asks_for_copy_engines_and_is_connected(gpus):
     assert connected == ("made", 1, "sum")
 
 
-def test_a_buffer_is_idle_unless_more_tensors_are_in_its_memory_than_when_it_was_sealed():
+def test_a_buffer_is_idle_unless_more_tensors_are_in_its_memory_than_when_its_users_were_counted():
     memory = torch.empty(8, dtype=torch.uint8)
     buffer = Buffer(GatherBuffer(SingleRankGroup(), memory))
     views = [memory[:4]]
-    buffer.seal()
+    buffer.count_users()
     assert buffer.is_idle is True
     saved = memory[4:]
     assert buffer.is_idle is False

@@ -15,7 +15,7 @@ from makers import samples_of
 from test_letters import along
 from test_table import function_of
 
-from shardtensor.ops.binding import BoundCall, spelled
+from shardtensor.ops.binding import BoundCall, row_keyword
 from shardtensor.rules.pattern import Pattern
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import Row, rows
@@ -54,7 +54,7 @@ def calls(name: str, row: Row, sample: Sample) -> Iterator[tuple[BoundCall, Any]
     def noted(*args: Any, **kwargs: Any) -> Any:
         kwargs |= options
         result = func(*args, **kwargs)
-        call = BoundCall.of(func, name, row, args, {spelled(key, row.call): value for key, value in kwargs.items()})
+        call = BoundCall.of(func, name, row, args, {row_keyword(key, row.call): value for key, value in kwargs.items()})
         if call is not None:
             found.append((call, result))
         return result

@@ -70,7 +70,7 @@ def test_rows_become_columns_in_the_widest_words():
 
     def settled(misplaced: int) -> exchange.Copies:
         local = torch.empty(32, 64, dtype=torch.bfloat16)
-        return exchange._planned(local, step, Both, 1, misplaced).leaving.copies  # type: ignore[arg-type]
+        return exchange._planned(local, step, Both, 1, misplaced).send.copies  # type: ignore[arg-type]
 
     assert settled(0).word == torch.complex128
     assert settled(0).pieces[0].size == (2, 32, 4)
