@@ -1,4 +1,4 @@
-"""A table of the units of a fully sharded model: their sizes, and which of them stay gathered, and why."""
+"""A table of the units of a fully sharded model: their sizes, and which of them stay unsharded, and why."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from torch import nn
 from shardtensor.errors import LayoutError
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.state import FSDPState, plain_class, states_in
+from shardtensor.layout.explain import bytes_text
 
-_HEAD = ("unit", "class", "parameters", "on a rank", "gathered", "stays gathered", "flats")
+_HEAD = ("unit", "class", "parameters", "on a rank", "unsharded", "stays unsharded", "parameter groups")
 
 
 def fsdp_summary(module: nn.Module) -> str:
     """Return a table of the units of a module, outer ones first. Sends nothing.
 
     For each: its name and class, the elements of its parameters, the bytes of this rank's range of them and of the
-    gathered whole, padding included, whether it stays gathered from its forward to the end of its backward, and its
-    flats (flat buffers): dtype, number of parameters, and the share of padding if it is at least one percent.
+    unsharded ones, padding included, whether they stay unsharded from its forward to the end of its backward, and its
+    parameter groups: dtype, number of parameters, and the share of padding if it is at least one percent.
 
-    A unit that is gathered again in backward costs one more gather of its bytes; one that stays gathered costs memory.
-    Units that contain other units stay gathered, since they are in use all the time between. Units of 64 KiB or less
+    A unit that is gathered again in backward costs one more gather of its bytes; one that stays unsharded costs memory.
+    Units that contain other units stay so, since they are in use all the time between. Units of 64 KiB or less
     stay too: their gather takes longer to start than to run. ``reshard_after_forward=True`` or False overrides this.
 
     Raises:
@@ -29,11 +30,11 @@ def fsdp_summary(module: nn.Module) -> str:
         >>> from shardtensor.fsdp import fully_shard
         >>> model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 4, bias=False))
         >>> print(fsdp_summary(fully_shard(model, policy=lambda part: isinstance(part, nn.Linear))))
-        3 units, cut over 1 rank
-        unit    class       parameters  on a rank   gathered  stays gathered  flats
-        (root)  Sequential           0        0 B        0 B  yes: outer      none
-        0       Linear          65,536  256.0 KiB  256.0 KiB  no              float32 x 1
-        1       Linear           1,024    4.0 KiB    4.0 KiB  yes: small      float32 x 1
+        3 units, sharded over 1 rank
+        unit    class       parameters  on a rank  unsharded  stays unsharded  parameter groups
+        (root)  Sequential           0        0 B        0 B  yes: outer       none
+        0       Linear          65,536  256.0 KiB  256.0 KiB  no               float32 x 1
+        1       Linear           1,024    4.0 KiB    4.0 KiB  yes: small       float32 x 1
     """
     states = list(states_in(module))
     if not states:
@@ -56,8 +57,8 @@ def fsdp_summary(module: nn.Module) -> str:
 def _title(state: FSDPState, count: int) -> str:
     data_mesh = state.data_mesh
     ranks = f"{data_mesh.shard.size} rank{'s' * (data_mesh.shard.size > 1)}"
-    copies = "" if data_mesh.replicate is None else f", in {data_mesh.replicate.size} copies"
-    return f"{count} unit{'s' * (count > 1)}, cut over {ranks}{copies}"
+    replicas = "" if data_mesh.replicate is None else f", {data_mesh.replicate.size} replicas"
+    return f"{count} unit{'s' * (count > 1)}, sharded over {ranks}{replicas}"
 
 
 def _row(name: str, state: FSDPState) -> tuple[str, ...]:
@@ -66,10 +67,10 @@ def _row(name: str, state: FSDPState) -> tuple[str, ...]:
         name or "(root)",
         plain_class(state.module).__name__,
         f"{sum(sum(group.bucket.ranges.lengths) for group in param_groups):,}",
-        _bytes(sum(group.bucket.chunk * group.dtype.itemsize for group in param_groups)),
-        _bytes(sum(group.unsharded_bytes for group in param_groups)),
+        bytes_text(sum(group.bucket.chunk * group.dtype.itemsize for group in param_groups)),
+        bytes_text(sum(group.unsharded_bytes for group in param_groups)),
         _stays(state),
-        ", ".join(map(_flat, param_groups)) or "none",
+        ", ".join(map(_group_text, param_groups)) or "none",
     )
 
 
@@ -81,19 +82,10 @@ def _stays(state: FSDPState) -> str:
     return "yes: small" if state.reshard_after_forward is None else "yes: as asked"
 
 
-def _flat(group: ParamGroup) -> str:
+def _group_text(group: ParamGroup) -> str:
     dtype = str(group.dtype).removeprefix("torch.")
     if group.compute_dtype != group.dtype:
         dtype += f" as {str(group.compute_dtype).removeprefix('torch.')}"
     frozen = "" if any(group.trains) else ", frozen"
     padding = 100 * group.bucket.ranges.waste // max(group.bucket.total, 1)
     return f"{dtype} x {len(group.params_info)}{frozen}" + (f", {padding}% padding" if padding else "")
-
-
-def _bytes(count: int) -> str:
-    size, state = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, state = size / 1024, larger
-    return f"{count} B" if state == "B" else f"{size:.1f} {state}"

@@ -213,7 +213,7 @@ def _module_change(path: str, module: nn.Module, flows: Flows, sharded: frozense
         work = flows.works.get(path) or layer_work(layer, flows.modules.nearest_in(path) is not None)
         rank = flows.modules.axes.mesh.ranks[binder.group.index]
         return ModuleChange(path, module, _layer_flow(module, layer, work, binder, rank), sharded)
-    if sharded and not stated.passing.uses:  # a hook may make it work on plain slices of its parameters
+    if sharded and not stated.module_flows.uses:  # a hook may make it work on plain slices of its parameters
         stated = _of_sharded(stated)
     return _container(path, module, stated, flows.sums.partials.get(path, ()), binder, bool(sharded))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fsdp.counted_flats import counted
+from fsdp.counted import counted
 from fsdp.twins import Net, both_backward, ids_of, loss_of, same_gradients, same_values, twins
 from harness import device
 from torch import nn

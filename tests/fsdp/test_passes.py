@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from fsdp.counted_flats import counted
+from fsdp.counted import counted
 from fsdp.twins import LOCAL, Block, Net, both_backward, ids_of, loss_of, same_gradients, same_values, twins
 from harness import FULL, device
 from torch import nn

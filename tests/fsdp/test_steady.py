@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp.counted_flats import counted
+from fsdp.counted import counted
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop

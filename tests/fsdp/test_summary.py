@@ -17,14 +17,14 @@ def model():
 
 
 TEXT = """\
-6 units, cut over 2 ranks
-unit    class       parameters  on a rank   gathered  stays gathered  flats
-(root)  Sequential          16       64 B      128 B  yes: outer      float32 x 2, 50% padding
-0       Linear          65,792  128.5 KiB  257.0 KiB  no              float32 x 2
-1       Linear              72      192 B      384 B  yes: small      float32 x 2, 25% padding
-2       Linear          89,999  175.8 KiB  351.6 KiB  yes: as asked   float32 x 2
-3       Linear          65,792  128.5 KiB  128.5 KiB  no              float32 as bfloat16 x 2, frozen
-5       Linear             272      576 B    1.1 KiB  yes: small      float32 x 2, 5% padding"""
+6 units, sharded over 2 ranks
+unit    class       parameters  on a rank  unsharded  stays unsharded  parameter groups
+(root)  Sequential          16       64 B      128 B  yes: outer       float32 x 2, 50% padding
+0       Linear          65,792  128.5 KiB  257.0 KiB  no               float32 x 2
+1       Linear              72      192 B      384 B  yes: small       float32 x 2, 25% padding
+2       Linear          89,999  175.8 KiB  351.6 KiB  yes: as asked    float32 x 2
+3       Linear          65,792  128.5 KiB  128.5 KiB  no               float32 as bfloat16 x 2, frozen
+5       Linear             272      576 B    1.1 KiB  yes: small       float32 x 2, 5% padding"""
 
 
 def body():
@@ -43,11 +43,11 @@ def test_the_whole_text():
         assert text == TEXT
 
 
-def test_copies_are_told():
+def test_replicas_are_named():
     def body():
         return fsdp_summary(fully_shard(nn.Linear(2, 2), mesh="rep*dp")).splitlines()[0]
 
-    assert st.simulate("rep=2, dp=2, tp=1", body) == ["1 unit, cut over 2 ranks, in 2 copies"] * 4
+    assert st.simulate("rep=2, dp=2, tp=1", body) == ["1 unit, sharded over 2 ranks, 2 replicas"] * 4
 
 
 def test_a_plain_module_has_none():

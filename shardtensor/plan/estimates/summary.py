@@ -85,8 +85,8 @@ def _axes_used(resolved: Resolved, own: list[Placed]) -> Iterator[tuple[str, ...
     for placed in own:
         yield from of(placed.spec)
         yield placed.stored.axes if placed.stored is not None else ()
-    for passing in resolved.modules.values():
-        for flow, _ in (*passing.ins.values(), *passing.outs.values()):
+    for module_flows in resolved.modules.values():
+        for flow, _ in (*module_flows.ins.values(), *module_flows.outs.values()):
             yield from of(flow.before)
             yield from of(flow.after)
             yield flow.partials

@@ -64,13 +64,13 @@ def _idle_axes(plan: Plan, own: Sequence[Placed], modules: Mapping[str, ModuleFl
         return  # layouts that name devices use ranks, not axes
     names = set(plan.axes.data).union(*(spec.axis_names for spec in specs if isinstance(spec, Spec)))
     names.update(*(placed.stored.axes for placed in own if placed.stored is not None))
-    for passing in modules.values():
-        for flow, _ in (*passing.ins.values(), *passing.outs.values()):
+    for module_flows in modules.values():
+        for flow, _ in (*module_flows.ins.values(), *module_flows.outs.values()):
             names |= flow.before.axis_names | flow.after.axis_names | set(flow.partials)
-        for hook, _ in passing.uses:
+        for hook, _ in module_flows.uses:
             for arg in (*hook.args, *hook.kwargs.values()):
                 names |= {each for each in (arg if isinstance(arg, tuple) else (arg,)) if each in plan.axes.names}
-        names.update(*(spec.axis_names for spec, _ in passing.locals.values()))
+        names.update(*(spec.axis_names for spec, _ in module_flows.locals.values()))
     used = plan.axes.leaves(names)
     for name, size in plan.axes.mesh.axes:
         if size > 1 and name not in used:

@@ -118,7 +118,7 @@ def _finding(layer: Layer, found: Contradiction) -> Finding:
 def _works_on_shards(path: str, modules: Modules) -> bool:
     """Whether a module that is no known layer works on ShardedTensors; with a hook it may work on its own slices."""
     is_cut = any(not placed.layout.is_replicated for placed in modules.owned.get(path, {}).values())
-    return is_cut and not modules.stated[path].passing.uses
+    return is_cut and not modules.stated[path].module_flows.uses
 
 
 def _containers(modules: Modules, sums: Sums) -> list[Finding]:
@@ -138,7 +138,7 @@ def _containers(modules: Modules, sums: Sums) -> list[Finding]:
                         "E402", side, f"this module leaves no partial sums along {named}",
                         "its class is not known and its parameters are cut, so it works on ShardedTensors, which are "
                         "summed at once",
-                        f"write `out: {as_written(stated.passing.outs[name][0].before)} -> replicate`",
+                        f"write `out: {as_written(stated.module_flows.outs[name][0].before)} -> replicate`",
                     )  # fmt: skip
                 steps(flow, side, partials)
                 twice = modules.named([axis for axis in flow.partials if axis in cut_axes(flow.after)])
@@ -165,7 +165,7 @@ def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding
     for path, stated in modules.stated.items():
         own = modules.owned.get(path, {})
         is_stacked = any(len(placed.tensor.shape) > 2 for placed in own.values())
-        for hook, line in stated.passing.uses:
+        for hook, line in stated.module_flows.uses:
             if hook.name == "dispatch" and hook.args:
                 names = (hook.args[0],) if isinstance(hook.args[0], str) else tuple(hook.args[0])
                 axes = modules.leaves(name for product in names for name in product.split("*"))
@@ -174,7 +174,7 @@ def expert_findings(modules: Modules, is_whole: bool = True) -> Iterator[Finding
                     yield from _same_samples(path, axes, line, modules)
                 if axes and is_stacked:
                     yield from _stacked(path, axes, modules)
-        if path in modules.layers or not (stated.ins or stated.outs) or stated.passing.uses:
+        if path in modules.layers or not (stated.ins or stated.outs) or stated.module_flows.uses:
             continue
         for name, placed in own.items():
             shown = modules.named(axis for axis in _cut(placed, modules) if axis in modules.data)
@@ -212,7 +212,7 @@ def _stacked(path: str, dispatched: Names, modules: Modules) -> Iterator[Finding
     out = stated.out
     if out is None or not set(axes) <= set(partial_axes(out.before)):
         line = stated.line("out") if out is not None else placed.line
-        written = f"`out: {as_written(stated.passing.outs[''][0])}`" if out is not None else "no `out`"
+        written = f"`out: {as_written(stated.module_flows.outs[''][0])}`" if out is not None else "no `out`"
         yield flow_finding(
             "E402", f"{written} for experts that leave partial sums along {shown}", line,
             f"{why}, so what it makes is a partial sum until it is summed",
@@ -223,7 +223,7 @@ def _stacked(path: str, dispatched: Names, modules: Modules) -> Iterator[Finding
         if flow is not None and ((flow.declares_grad and not flow.partials) or set(axes) <= set(flow.partials)):
             continue
         side = f"in {name}".strip()
-        came = as_written(stated.passing.ins[name][0].before) if flow is not None else "replicate"
+        came = as_written(stated.module_flows.ins[name][0].before) if flow is not None else "replicate"
         what = f"`{side}` is not said" if flow is None else f"`{side}: {came}` does not sum its gradient"
         yield flow_finding(
             "E401", f"{what}, and it is a partial sum along {shown}", stated.line("in", name) or placed.line,

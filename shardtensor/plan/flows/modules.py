@@ -32,7 +32,7 @@ class StatedFlows:
 
     ins: Mapping[str, Flow] = attrs.field(factory=dict)
     outs: Mapping[str, Flow] = attrs.field(factory=dict)
-    passing: ModuleFlows = attrs.field(factory=ModuleFlows)
+    module_flows: ModuleFlows = attrs.field(factory=ModuleFlows)
 
     @property
     def out(self) -> Flow | None:
@@ -42,12 +42,12 @@ class StatedFlows:
     @property
     def written(self) -> dict[str, Flow]:
         """The flows as written in the plan, by their side: ``in``, ``in mask``, ``out 1``."""
-        sides = {"in": self.passing.ins, "out": self.passing.outs}
+        sides = {"in": self.module_flows.ins, "out": self.module_flows.outs}
         return {f"{side} {name}".strip(): flow for side, flows in sides.items() for name, (flow, _) in flows.items()}
 
     def line(self, side: str, name: str = "") -> Line | None:
         """Return the line of a flow; None if there is none."""
-        return (self.passing.ins if side == "in" else self.passing.outs).get(name, (None, None))[1]
+        return (self.module_flows.ins if side == "in" else self.module_flows.outs).get(name, (None, None))[1]
 
 
 @attrs.frozen(eq=False)
@@ -73,7 +73,7 @@ class Layer:
 
     def written(self, side: str) -> str:
         """Return a flow as written in the plan; empty if it has none."""
-        found = (self.stated.passing.ins if side == "in" else self.stated.passing.outs).get("")
+        found = (self.stated.module_flows.ins if side == "in" else self.stated.module_flows.outs).get("")
         return as_written(found[0]) if found is not None else ""
 
     def cut(self, name: str, dim: str) -> Names:
@@ -106,12 +106,12 @@ class Modules:
         self._sizes = dict(self.axes.mesh.axes)
         self.stated: dict[str, StatedFlows] = {}
         cached: dict[int, StatedFlows] = {}  # modules with the same rules share it
-        for path, passing in resolved.modules.items():
-            if id(passing) not in cached:
-                ins = {name: self.flow(flow) for name, (flow, _) in passing.ins.items()}
-                outs = {name: self.flow(flow) for name, (flow, _) in passing.outs.items()}
-                cached[id(passing)] = StatedFlows(ins, outs, passing)
-            self.stated[path] = cached[id(passing)]
+        for path, module_flows in resolved.modules.items():
+            if id(module_flows) not in cached:
+                ins = {name: self.flow(flow) for name, (flow, _) in module_flows.ins.items()}
+                outs = {name: self.flow(flow) for name, (flow, _) in module_flows.outs.items()}
+                cached[id(module_flows)] = StatedFlows(ins, outs, module_flows)
+            self.stated[path] = cached[id(module_flows)]
 
     # -- in the axes of the mesh --------------------------------------------------------------------------------------
 

@@ -298,7 +298,7 @@ class Sums:
             if not axes:
                 continue
             source = self._streams[axes[0]]
-            after = next(flow.after for flow, _ in modules.stated[source].passing.outs.values())
+            after = next(flow.after for flow, _ in modules.stated[source].module_flows.outs.values())
             line = layer.stated.line("in")
             yield flow_finding(
                 "E403", f"`{path}` takes whole values, and they come cut along {modules.named(axes)}", line,
@@ -342,7 +342,7 @@ class Sums:
         """Yield a finding for a sharded module without flows, which works on ShardedTensors, among plain values."""
         modules, (of, partials), streams = self._modules, self._around(path), self._streams_into(path)
         stated, partials = modules.stated.get(path), partials if path not in modules.layers else ()
-        if not (partials or streams) or (stated is not None and stated.passing.uses):
+        if not (partials or streams) or (stated is not None and stated.module_flows.uses):
             return
         why = f"{placed.tensor.name} is `{placed.spec}`, so it takes and gives ShardedTensors; "
         if partials:

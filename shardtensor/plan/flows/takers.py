@@ -38,8 +38,8 @@ class Takers:
         for path, work in works.items():  # also a default result
             self._outs[path].setdefault("", work.leaves)
         self._hooks = {
-            path: [hook.name for hook, _ in stated.passing.uses]
-            for path, stated in modules.stated.items() if stated.passing.uses
+            path: [hook.name for hook, _ in stated.module_flows.uses]
+            for path, stated in modules.stated.items() if stated.module_flows.uses
         }  # fmt: skip
 
     def findings(self) -> Iterator[Finding]:
@@ -95,11 +95,11 @@ class Takers:
                 if layer.kind.name == "linear" and (path == at or is_inside(path, at))
             ]  # fmt: skip
             stated = [modules.stated[path] for path in below if path in modules.stated]
-            is_written = any(last_cut(flow.after) for each in stated for flow, _ in each.passing.outs.values())
+            is_written = any(last_cut(flow.after) for each in stated for flow, _ in each.module_flows.outs.values())
             is_cut = any(each.out is not None and last_cut(each.out.after) for each in stated)
             if is_written and (not is_cut or not set(below).isdisjoint(self.logits)):
                 continue  # in this world they may be full, over axes of one rank
-            line = next(line for hook, line in modules.stated[at].passing.uses if hook.name == "cross_entropy")
+            line = next(line for hook, line in modules.stated[at].module_flows.uses if hook.name == "cross_entropy")
             why = "it takes logits whose classes are cut over ranks, from a linear layer "
             why += ("that is" if at in modules.layers else "below") + " here with such an `out`"
             fix = "cut the head, `vocab_head(tp)`; or drop `use cross_entropy()`: whole logits need no hook"
@@ -151,7 +151,7 @@ class Takers:
     def _not_taken(self, path: str, name: str) -> Finding:
         stated, named = self._modules.stated[path], self._modules.named
         flow, line = self._outs[path][name], stated.line("out", name)
-        written = stated.passing.outs[name][0] if line is not None else flow
+        written = stated.module_flows.outs[name][0] if line is not None else flow
         line = line or self._modules.layers[path].params["weight"].line
         if partials := partial_axes(flow.after):
             return flow_finding(
@@ -185,7 +185,7 @@ class Takers:
                         stated.line("in", name), TOO_LARGE,
                         f"drop `partial({named(axes)})` here, or the arrow that sums them where they are made", path,
                     )  # fmt: skip
-            if path in modules.layers or modules.owned.get(path) or stated.passing.uses:
+            if path in modules.layers or modules.owned.get(path) or stated.module_flows.uses:
                 continue
             for name, flow in stated.outs.items():
                 axes = partial_axes(flow.before)
