@@ -11,8 +11,9 @@ Tensors here are contiguous, with a dtype and a device that the backend supports
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any
@@ -183,6 +184,19 @@ def broadcast_async(process_group: Any, t: torch.Tensor, src_index: int) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = src_index, 0  # not every backend accepts a bare number
     return process_group.broadcast([t], options)
+
+
+def becomes_true(condition: Callable[[], bool], limit_s: float = 1.0) -> bool:
+    """Return whether `condition` returns True within `limit_s`.
+
+    A backend's thread may refer to a tensor for a moment after its collective has ended, which its wait does not show.
+    """
+    until = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 # Texts in the errors of gloo and NCCL about missing ranks.

@@ -26,7 +26,7 @@ from shardtensor.fsdp.policy import (
 from shardtensor.fsdp.state import FSDPState, state_of
 from shardtensor.layout.ranges import ANYWHERE, ShardPlacement, name_order, parameter_groups
 from shardtensor.parallel.data_mesh import DataMesh
-from shardtensor.parallel.memory import Location, load_keeps_layouts
+from shardtensor.parallel.memory import load_keeps_layouts
 from shardtensor.tensor.gradient import grad_dtype_of
 from shardtensor.tensor.placing import own_device
 
@@ -189,10 +189,11 @@ def _params_info(modules: Sequence[nn.Module], ignored: set[int]) -> list[ParamI
     roots = [(module, f"{i}." if len(modules) > 1 else "") for i, module in enumerate(modules)]
     for prefix, owner in dict.fromkeys(item for module, start in roots for item in _own_modules(module, start)):
         for name, param in owner._parameters.items():
-            if param is None or id(param) in ignored or any((owner, name) == at for at in _locations(found, param)):
+            if param is None or id(param) in ignored:
                 continue
-            info = found.setdefault(id(param), ParamInfo.of(f"{prefix}{name}", param))
-            info.locations.append((owner, name))
+            info = found[id(param)] = found.get(id(param)) or ParamInfo.of(f"{prefix}{name}", param)
+            if (owner, name) not in info.locations:
+                info.locations.append((owner, name))
     return sorted(found.values(), key=lambda info: name_order(info.name))
 
 
@@ -211,10 +212,6 @@ def _placement(info: ParamInfo, data_mesh: DataMesh, placement: Callable[[nn.Par
             "cut another dim, or return flat(dp)",
         )
     return found
-
-
-def _locations(found: dict[int, ParamInfo], param: nn.Parameter) -> Sequence[Location]:
-    return found[id(param)].locations if id(param) in found else ()
 
 
 def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:

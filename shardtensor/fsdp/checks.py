@@ -23,7 +23,7 @@ from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.param_info import ParamInfo
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.state import FSDPState, plain_class, state_of
-from shardtensor.parallel.memory import become, cannot_change, laid_out_as
+from shardtensor.parallel.memory import become, laid_out_as, swap
 from shardtensor.tensor.convert import drop_weak_references
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -92,11 +92,8 @@ def _check_changeable(info: ParamInfo) -> None:
     for owner, _ in info.locations:
         drop_weak_references(owner, [param])
     dummy = torch.empty(0)
-    try:
-        torch.utils.swap_tensors(param, dummy)
-        torch.utils.swap_tensors(param, dummy)
-    except RuntimeError as error:
-        raise cannot_change(f'"{info.name}"', param, error) from error
+    swap(f'"{info.name}"', param, dummy)
+    torch.utils.swap_tensors(param, dummy)
 
 
 def refuse_transform(state: FSDPState) -> None:
@@ -194,7 +191,7 @@ def _present(info: ParamInfo, shape: tuple[int, ...]) -> torch.Tensor:
             _AGAIN,
         )
     others = [param for param in present if param is not first and param is not info.param]
-    if others and not all(_is_same(first, other) for other in others if other is not None):
+    if others and not all(torch.equal(first, other) for other in others if other is not None):
         raise RuleError(
             f'"{info.name}" has {len(info.locations)} names, under which there are different tensors now',
             fix="put one tensor under all names of a tied parameter",
@@ -205,13 +202,6 @@ def _present(info: ParamInfo, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 _AGAIN = "change modules before fully_shard"
-
-
-def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have equal values, on all ranks. Collective."""
-    if isinstance(a, ShardedTensor) or isinstance(b, ShardedTensor):
-        return torch.equal(a, b)
-    return torch.equal(a.detach(), b.detach())
 
 
 def _adopt(group: ParamGroup, i: int, param: Any) -> None:
@@ -254,7 +244,7 @@ def check_device(states: Iterable[FSDPState]) -> None:
             if found.type == "meta":
                 raise LayoutError(
                     "parameters of a fully sharded module are on the meta device, without values",
-                    {"module": f"{state.name} ({type(state.module).__name__})".strip(), "parameters": names},
+                    {"module": state.title, "parameters": names},
                     ["materialize(model)", 'model.to_empty(device="cpu"), then set or load values'],
                 )
             raise LayoutError(

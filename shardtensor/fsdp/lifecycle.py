@@ -115,9 +115,9 @@ def free_gathered(module: nn.Module) -> None:
     found = (state.runtime for _, state in states_in(module))
     runtimes = {id(runtime): runtime for runtime in found if runtime is not None}.values()
     for runtime in runtimes:
-        if runtime.is_running() or not all(state.buffer.is_idle for state in runtime.states):
+        if runtime.is_running() or not runtime.is_idle(limit_s=1.0):
             raise RuleError(
-                "the memory of gathered parameters is in use: a forward has still to have its backward",
+                "the memory of gathered parameters is in use: the backward of a forward has not run yet",
                 {"module": runtime.states[0].title},
                 "call backward first, or drop the results of that forward",
             )

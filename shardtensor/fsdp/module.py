@@ -199,9 +199,7 @@ class FSDPModule:
         for group in self._fsdp_state.param_groups:
             group.gradients.divide_by(float(factor))
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call `set_gradient_divide_factor`, whose old name this is."""
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # its old name
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call `hook` with this rank's range of each averaged gradient, flat, before it is set on the parameters.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from struct import Struct
 from zlib import crc32
@@ -46,7 +47,6 @@ class ExecutionOrder:
         self._order: list[int] = []
         self._next = 0
         self.is_recording = self.has_left_order = False
-        self._rendezvous: Rendezvous | None = None
         ranks = tuple(group.ranks)
         _made[ranks] += 1
         self._purpose = f"fully_shard {_made[ranks]}"
@@ -150,17 +150,16 @@ class ExecutionOrder:
         Raises:
             CallMismatchError, AbsentRankError: they do not; all ranks raise it with the same text.
         """
-        if not self._has_rendezvous():  # a single rank, or simulated ranks: there a wrong collective raises
+        if self._rendezvous is None:  # a single rank, or simulated ranks: there a wrong collective raises
             self._group.exchange(_NUMBER.pack(crc32(place.encode()) >> 1))
             return
-        assert self._rendezvous is not None
         others_timeout_s = timeout_of(self._group.process_group) if others_time_out else 0.0
         self._rendezvous.timeout_s = others_timeout_s + _GRACE_S
         self._rendezvous.wait("fully_shard", place)
 
-    def _has_rendezvous(self) -> bool:
-        self._rendezvous = self._rendezvous or rendezvous_of(self._group, self._purpose)
-        return self._rendezvous is not None
+    @cached_property
+    def _rendezvous(self) -> Rendezvous | None:
+        return rendezvous_of(self._group, self._purpose)
 
     def explain(self, unit: int | None = None) -> None:
         """Raise an error if the ranks wait in different places. Called when a collective timed out.
@@ -172,9 +171,8 @@ class ExecutionOrder:
         Raises:
             CallMismatchError: they do; all ranks raise it with the same text.
         """
-        if not self._has_rendezvous():
+        if self._rendezvous is None:
             return
-        assert self._rendezvous is not None
         if unit is None and not self._rendezvous.is_awaited():
             return
         place = "the last step" if unit is None else f"{self._name()}: waits for the other ranks at {self._title(unit)}"

@@ -16,6 +16,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from shardtensor.comm.agree import name_ranks
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group, simulated
 from shardtensor.errors import LayoutError
@@ -30,6 +31,8 @@ from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.dtensor import as_dtensor, parameter_of
 from shardtensor.tensor.placing import spec_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrapper_over
+
+_PARALLELIZE = 'parallelize_module(module, mesh["tp"], plan)'
 
 
 @attrs.frozen(eq=False)
@@ -84,7 +87,7 @@ class TPSpec:
                     f"`{name}` is a DTensor on a mesh which has the data axis {', '.join(axes)}, too",
                     {"placements": ", ".join(map(repr, dtensor.placements)), "mesh": repr(dtensor.device_mesh)},
                     "put it on the other axis alone, and let fully_shard add the data axis: "
-                    'parallelize_module(module, mesh["tp"], plan), then fully_shard(module, mesh=mesh["dp"])',
+                    f'{_PARALLELIZE}, then fully_shard(module, mesh=mesh["dp"])',
                 )
             if len(axes) > 1:
                 raise _refusal(name, param, f"would be cut over the axes {', '.join(axes)} at once")
@@ -95,12 +98,13 @@ class TPSpec:
                 named = spec
             seen = None if dtensor is None else (dtensor.device_mesh, dtensor.placements)
             return cls(layout, spec, group, joint, axes[0], named, seen)
+        call = "shard_module(module, plan, process_group=mesh)" if dtensor is None else _PARALLELIZE
         is_same = list(group.ranks) == list(data_mesh.shard.ranks)
         raise LayoutError(
             f"`{name}` is sharded over "
             + ("the data ranks already" if is_same else "ranks that no mesh joins with the data ranks"),
-            {"spec": str(spec), "its ranks": _listed(group), "data ranks": _listed(data_mesh.shard)},
-            f'shard it on a mesh that has both axes: {_first_call(dtensor)}, then fully_shard(module, mesh=mesh["dp"])',
+            {"spec": str(spec), "its ranks": name_ranks(group.ranks), "data ranks": name_ranks(data_mesh.shard.ranks)},
+            f'shard it on a mesh that has both axes: {call}, then fully_shard(module, mesh=mesh["dp"])',
         )
 
     @property
@@ -188,13 +192,6 @@ def ranges_of(params_info: Sequence[ParamInfo], ranks: int) -> Ranges:
     return lay_out(lengths, ranks, [info.grain for info in params_info])
 
 
-def _first_call(dtensor: Any) -> str:
-    """Return the call that shards a parameter over other axes than the data axis, for an error."""
-    if dtensor is None:
-        return "shard_module(module, plan, process_group=mesh)"
-    return 'parallelize_module(module, mesh["tp"], plan)'
-
-
 def _joint_groups(group: Group, mesh: Any) -> Iterator[Group]:
     """Yield groups with named axes that may contain both the parameter's axes and the data axis."""
     if group.mesh is not None:
@@ -232,13 +229,9 @@ def _in_names(layout: MeshLayout, param: ShardedTensor, names: tuple[str, ...]) 
     return spec
 
 
-def _listed(group: Group) -> str:
-    return ", ".join(map(str, list(group.ranks)[:16]))
-
-
 def _refusal(name: str, param: ShardedTensor, what: str) -> LayoutError:
     return LayoutError(
         f"`{name}` {what}",
-        {"spec": str(param.sharding_spec()), "its ranks": _listed(param._group)},
+        {"spec": str(param.sharding_spec()), "its ranks": name_ranks(param._group.ranks)},
         "leave it out: ignored_params=[...]; or shard it by a spec such as [tp, -] over other axes",
     )

@@ -11,10 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from itertools import compress
 from typing import Any
 
 import torch
 
+from shardtensor.comm.agree import name_ranks
 from shardtensor.comm.group import Group
 from shardtensor.comm.streams import Streams
 from shardtensor.errors import RuleError
@@ -151,8 +153,7 @@ class UnusedCheck:
         some = []
         for name, column in zip(names, zip(*blobs, strict=True), strict=True):
             if any(column) and not all(column):
-                used = [str(rank) for rank, is_used in zip(ranks, column, strict=True) if is_used]
-                some.append(f"{name} on rank{'s' * (len(used) > 1)} {', '.join(used[:_SHOWN])}")
+                some.append(f"{name} on {name_ranks(compress(ranks, column))}")
         rest = [f"and {len(some) - _SHOWN} more"] if len(some) > _SHOWN else []
         return RuleError(
             "in the last backward ranks used different parameters, and fully_shard takes them to use the same",

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.primitives import becomes_true
 from shardtensor.errors import RuleError
 from shardtensor.tensor.convert import attributes_of
 from shardtensor.tensor.gradient import give_hooks, keep_grad_dtype, take_hooks
@@ -41,21 +42,34 @@ def become(tensor: torch.Tensor, wrapper: torch.Tensor) -> None:
     keep_grad_dtype(tensor, wrapper)
     tensor.grad = None
     hooks = None if isinstance(tensor, ShardedTensor) else take_hooks(tensor)
-    try:
-        torch.utils.swap_tensors(tensor, wrapper)
-    except RuntimeError as error:
-        raise cannot_change("the parameter", tensor, error) from error
+    swap("the parameter", tensor, wrapper)
     if hooks is not None:
         give_hooks(tensor, hooks)
 
 
-def cannot_change(name: str, tensor: torch.Tensor, error: RuntimeError) -> RuleError:
-    """Return the error for a tensor that torch refuses to swap because something else refers to it."""
-    return RuleError(
-        f"{name} cannot be sharded now: something holds on to its old self",
-        {"torch says": str(error).splitlines()[0], "weak references": len(weakref.getweakrefs(tensor))},
-        "shard before the first forward, or drop what holds it: results of one, compiled modules, weak references",
-    )
+def swap(name: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Swap the contents of two tensor objects; `name` names the first one in the error.
+
+    Raises:
+        RuleError: a live autograd graph or a weak reference refers to it. Nothing has changed.
+    """
+    faults: list[RuntimeError] = []
+
+    def is_swapped() -> bool:
+        try:
+            torch.utils.swap_tensors(tensor, other)
+        except RuntimeError as error:
+            faults[:] = [error]
+            return False
+        return True
+
+    count = len(weakref.getweakrefs(tensor))
+    if not becomes_true(is_swapped, limit_s=0.0 if count else 1.0):
+        raise RuleError(
+            f"{name} cannot be sharded now: something else refers to it",
+            {"torch": str(faults[0]).splitlines()[0], "weak references": count},
+            "shard before the first forward, or drop its results, compiled modules and weak references",
+        ) from faults[0]
 
 
 def with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -36,7 +36,7 @@ class CountingGroup(Group):
 
     def all_reduce(self, t: torch.Tensor, op: str = "sum") -> torch.Tensor:
         check_reduction(op, t.dtype)
-        moved = -(-2 * _bytes(t) * (self.size - 1) // self.size)
+        moved = -(-2 * t.nbytes * (self.size - 1) // self.size)
         self.count("all_reduce", self.ranks, moved, moved)
         return t
 
@@ -44,7 +44,7 @@ class CountingGroup(Group):
         counts = [t.numel()] * self.size if counts is None else counts
         assert counts[self.index] == t.numel(), "this rank's count is not its number of elements"
         received = (sum(counts) - t.numel()) * t.element_size()
-        self.count("all_gather", self.ranks, _bytes(t) * (self.size - 1), received)
+        self.count("all_gather", self.ranks, t.nbytes * (self.size - 1), received)
         return self._with_own(t, counts)
 
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
@@ -52,7 +52,7 @@ class CountingGroup(Group):
         counts = [flat.numel() // self.size] * self.size if counts is None else counts
         assert sum(counts) == flat.numel(), "counts must add up to the elements given"
         own = self._own(flat, counts)
-        self.count("reduce_scatter", self.ranks, _bytes(flat) - _bytes(own), _bytes(own) * (self.size - 1))
+        self.count("reduce_scatter", self.ranks, flat.nbytes - own.nbytes, own.nbytes * (self.size - 1))
         return own.clone()
 
     def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
@@ -74,7 +74,7 @@ class CountingGroup(Group):
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         is_source = self.index == src_index
-        self.count("broadcast", self.ranks, _bytes(t) if is_source else 0, 0 if is_source else _bytes(t))
+        self.count("broadcast", self.ranks, t.nbytes if is_source else 0, 0 if is_source else t.nbytes)
         return t
 
     def exchange(self, blob: bytes) -> list[bytes]:
@@ -120,10 +120,6 @@ class CountingGroup(Group):
 
     def __repr__(self) -> str:
         return f"CountingGroup(rank={self.rank}, size={self.size})"
-
-
-def _bytes(t: torch.Tensor) -> int:
-    return t.numel() * t.element_size()
 
 
 copyreg.pickle(CountingGroup, reduce_group)

@@ -378,7 +378,7 @@ CASES: dict[str, Case] = {
     "a parameter that something holds": Case(
         lambda: late(drops=False),
         {
-            "shard before the first forward, or drop what holds it: results of one, compiled modules, weak": (
+            "shard before the first forward, or drop its results, compiled modules and weak references": (
                 lambda: [step(units()), late(drops=True)]
             )
         },

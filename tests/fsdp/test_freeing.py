@@ -120,7 +120,7 @@ def _in_use():
 @both
 def test_it_is_refused_while_a_graph_needs_it(world):
     expected = """\
-the memory of gathered parameters is in use: a forward has still to have its backward
+the memory of gathered parameters is in use: the backward of a forward has not run yet
   module  (Sequential)
   fix     call backward first, or drop the results of that forward"""
     assert world(_in_use, 2) == [expected] * 2

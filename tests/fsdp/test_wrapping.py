@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[Callable[[Net], Any], type[Exception], str]] = {
     "list": (lambda m: fully_shard(m.blocks), LayoutError, "do not implement forward"),
     "dict": (lambda m: fully_shard(nn.ModuleDict({"a": m})), LayoutError, "do not implement forward"),
     "nothing": (lambda m: fully_shard([]), LayoutError, "empty list"),
-    "live graph": (_in_a_backward_graph, RuleError, "holds on to its old self"),
+    "live graph": (_in_a_backward_graph, RuleError, "something else refers to it"),
     "float8": (_float8, LayoutError, '"extra" would be summed'),
 }
 
