@@ -274,7 +274,7 @@ def _check_rank(saved: RankInfo, found: RankInfo) -> None:
 
 def _on_mesh(group: Group, state: MeshState) -> Group:
     mesh = Mesh(tuple(map(tuple, state[0])), tuple(state[1]))
-    if mesh.size != group.size or set(mesh.ranks) != set(group.ranks):
+    if set(mesh.ranks) != set(group.ranks):
         raise LayoutError(
             "the tensor was made on a mesh of other ranks",
             {"mesh": mesh, "group": f"{group.size} ranks"},

@@ -208,25 +208,25 @@ class Rendezvous:
                     self._shared_error(at.key, error)
             self._withdraw(here, digest, error)
 
-    def _cycle(self, here: RankStatus) -> dict[int, RankStatus]:
-        """Return the ranks that wait for each other in a cycle, from this one; empty if one of them does not wait. A
+    def _cycle(self, here: RankStatus) -> dict[int, RankStatus] | None:
+        """Return the ranks that wait for each other in a cycle, from this one; None if one of them does not wait. A
         rank with one thread, whose last rendezvous is still open, waits there."""
         path = {self.statuses.rank: here}
         while True:
             at = path[next(reversed(path))]
             if at.threads > 1 or not self.statuses.is_open(at):
-                return {}
+                return None
             found = {rank: self.statuses.read(rank) for rank in at.ranks}
             absent = {rank: other for rank, other in found.items() if other is None or other.key != at.key}
             for rank, other in absent.items():
                 if other is None or not other.key:
-                    return {}
+                    return None
                 if rank in path:
-                    return path if rank == self.statuses.rank else {}
+                    return path if rank == self.statuses.rank else None
                 path[rank] = other
                 break
             else:
-                return {}
+                return None
 
     def _withdraw(self, here: RankStatus, digest: int, error: ShardTensorError) -> None:
         """Remove this rank from the counter and raise; return if the last rank has arrived in the meantime."""

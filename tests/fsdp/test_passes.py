@@ -410,3 +410,39 @@ def _passed_by():
 @sim
 def test_a_checkpoint_without_gradients_for_the_unit_reduces_nothing(world):
     assert world(_passed_by, 2) == [1, 1]
+
+
+class _Around(nn.Module):
+    def __init__(self, inner, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.own, self.inner = nn.Linear(3, 3), inner
+
+    def forward(self, x):
+        return self.inner(self.own(x))
+
+
+def _in_two_models():
+    torch.manual_seed(0)
+    dense = nn.ModuleList(_Around(nn.Linear(3, 3), seed) for seed in (1, 2)).to(device())
+    dense[1].inner = dense[0].inner
+    models = copy.deepcopy(dense)
+    fully_shard(models[0].inner, reshard_after_forward=True)
+    for model in models:
+        fully_shard(model)
+    for step, turn in enumerate((0, 1, 0, 0, 1)):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step)).to(device())
+        for both in (dense, models):
+            both[turn](x).pow(2).mean().backward()
+        same_gradients(dense, models)
+        with torch.no_grad():
+            for both in (dense, models):
+                for p in both.parameters():
+                    p -= 0.1 * p.grad if p.grad is not None else 0
+                    p.grad = None
+        same_values(dense, models)
+
+
+@sim
+def test_a_unit_in_two_models_that_run_in_turns(world):
+    world(_in_two_models, 2)

@@ -201,5 +201,6 @@ def test_a_saved_tensor_may_be_a_parameter_or_its_transpose(sizes: tuple[int, in
 
     for part in (torch.ones(2, 3), torch.ones(3, 2)):
         versions = Versions(State(), [part])
+        assert part._version == versions.absent
         assert versions.has_one_of(sizes)
         assert not versions.has_one_of((2, 2)) and not versions.has_one_of((2, 3, 1))

@@ -354,3 +354,4 @@ def test_empty_shards_of_several_ranks_are_no_grid():
         shards = [ShardMetadata([4 - size[0], 0], size, f"rank:{rank}/cpu") for rank, size in sizes.items()]
         layout = bind(EnumerableShardingSpec(shards), (4, 4), Mesh((("x", 3),)))
         assert {rank: list(layout.local_shape(rank)) for rank in range(3)} == sizes
+        assert set(layout.ranks) == {0, 1, 2}
