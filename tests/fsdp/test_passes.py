@@ -427,13 +427,16 @@ def _in_two_models():
     dense = nn.ModuleList(_Around(nn.Linear(3, 3), seed) for seed in (1, 2)).to(device())
     dense[1].inner = dense[0].inner
     models = copy.deepcopy(dense)
-    fully_shard(models[0].inner, reshard_after_forward=True)
+    for unit in (models[0].inner, models[1].own):  # the inner one is first in one model, and second in the other
+        fully_shard(unit, reshard_after_forward=True)
     for model in models:
         fully_shard(model)
     for step, turn in enumerate((0, 1, 0, 0, 1)):
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step)).to(device())
-        for both in (dense, models):
-            both[turn](x).pow(2).mean().backward()
+        dense[turn](x).pow(2).mean().backward()
+        with counted(models[turn]) as seen:
+            models[turn](x).pow(2).mean().backward()
+        assert seen["reduce"] == 2
         same_gradients(dense, models)
         with torch.no_grad():
             for both in (dense, models):
