@@ -82,7 +82,7 @@ class CheckedGroup(Group):
         self.size, self.rank, self.ranks, self.index = group.size, group.rank, group.ranks, group.index
         self.device_type, self.process_group, self.mesh = group.device_type, group.process_group, group.mesh
         self._group, self._rendezvous = group, rendezvous
-        self._on_new_communicator: CheckedGroup | None = None
+        self._separate: CheckedGroup | None = None
         while WHEN_CHECKED:
             WHEN_CHECKED.pop()()
 
@@ -129,12 +129,12 @@ class CheckedGroup(Group):
         return self._group.broadcast(t, src_index)
 
     def with_new_communicator(self) -> Group:
-        if self._on_new_communicator is None:
+        if self._separate is None:
             own = self._rendezvous
             rendezvous = Rendezvous(own.statuses, f"new communicator of {own.name}", own.ranks, own.timeout_s)
             _wait(rendezvous, "with_new_communicator")
-            self._on_new_communicator = CheckedGroup(self._group.with_new_communicator(), rendezvous)
-        return self._on_new_communicator
+            self._separate = CheckedGroup(self._group.with_new_communicator(), rendezvous)
+        return self._separate
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if len(ranks) == self.size:

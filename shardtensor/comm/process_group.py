@@ -274,7 +274,7 @@ def _check_rank(saved: RankInfo, found: RankInfo) -> None:
 
 def _on_mesh(group: Group, state: MeshState) -> Group:
     mesh = Mesh(tuple(map(tuple, state[0])), tuple(state[1]))
-    if set(mesh.ranks) != set(group.ranks):
+    if sorted(mesh.ranks) != sorted(group.ranks):  # as many ranks, and the same
         raise LayoutError(
             "the tensor was made on a mesh of other ranks",
             {"mesh": mesh, "group": f"{group.size} ranks"},

@@ -30,7 +30,7 @@ class TorchGroup(Group):
         self.index: int = process_group.rank()
         self.rank: int = self.ranks[self.index]
         self.mesh: Mesh | None = None
-        self._on_new_communicator: TorchGroup | None = None
+        self._separate: TorchGroup | None = None
         self.support = BackendSupport.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
         self.device_type = self.support.device_type
 
@@ -184,11 +184,9 @@ class TorchGroup(Group):
         is_real = set(self.support.backends.values()) <= {"gloo", "nccl"}  # others run in one process
         if not is_real or list(ranks) != sorted(ranks):  # torch sorts the ranks of a new group
             return self
-        if self._on_new_communicator is None:
-            self._on_new_communicator = TorchGroup(
-                primitives.new_group(ranks, primitives.timeout_of(self.process_group))
-            )
-        return self._on_new_communicator
+        if self._separate is None:
+            self._separate = TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))
+        return self._separate
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> TorchGroup:
         group = TorchGroup(self.process_group)

@@ -47,8 +47,7 @@ def _check_free(modules: Sequence[nn.Module], info: ParamInfo) -> None:
     if group is None:
         return
     [other] = [each for each in group.params_info if each.param is info.param]
-    owner, name = info.locations[0]
-    if any(location[0] is owner and location[1] == name for location in other.locations):
+    if info.locations[0] in other.locations:
         raise LayoutError(
             f'"{info.name}" of this {plain_class(modules[0]).__name__} is held by the fully sharded module around it '
             "already",
@@ -67,8 +66,8 @@ def _name_in(modules: Sequence[nn.Module], other: ParamInfo) -> str:
     """Return the name of another unit's parameter, relative to `modules` if they contain it."""
     for module in modules:
         for prefix, owner in module.named_modules():
-            for location, name in other.locations:
-                if owner is location:
+            for holder, name in other.locations:
+                if owner is holder:
                     return f"{prefix}.{name}" if prefix else name
     return f"{plain_class(other.locations[0][0]).__name__}.{other.name}"
 
@@ -173,7 +172,7 @@ def _reset(group: ParamGroup) -> None:
         raise _mixed_error(group)
     if group.is_aliased():
         group.trains = tuple(leaf.requires_grad for leaf in leaves)
-        group.compute_dtypes()
+        group.set_dtypes()
     else:
         group.repack()
 

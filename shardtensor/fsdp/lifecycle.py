@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 from torch import nn
 
+from shardtensor.comm.primitives import becomes_true
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.checks import after_load
 from shardtensor.fsdp.outside import leave_group
@@ -115,7 +116,7 @@ def free_gathered(module: nn.Module) -> None:
     found = (state.runtime for _, state in states_in(module))
     runtimes = {id(runtime): runtime for runtime in found if runtime is not None}.values()
     for runtime in runtimes:
-        if runtime.is_running() or not runtime.is_idle(limit_s=1.0):
+        if runtime.is_running() or not becomes_true(runtime.is_idle):
             raise RuleError(
                 "the memory of gathered parameters is in use: the backward of a forward has not run yet",
                 {"module": runtime.states[0].title},

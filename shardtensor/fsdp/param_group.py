@@ -74,7 +74,7 @@ class ParamGroup:
         self._mark_shard(has_hooks=False)
         for i, shard in enumerate(self.bucket.flat_shards(self.shard)):
             self.sharded_params.append(self._sharded(i, shard))
-        self.compute_dtypes()
+        self.set_dtypes()
         self.state: Callable[[], Any] = type(None)
         self.changes = 0
         self._is_packed = True  # as far as recorded, the leaves are views of `shard`
@@ -83,14 +83,14 @@ class ParamGroup:
         self.node: Any = None
         self.forget()
 
-    def compute_dtypes(self) -> None:
+    def set_dtypes(self) -> None:
         """Compute the dtypes of computation, of gradients and of reductions."""
         self.compute_dtype = (self.policy.param_dtype or self.dtype) if self.dtype.is_floating_point else self.dtype
-        self.compute_grad_dtypes()
+        self.set_grad_dtypes()
         default = self.compute_dtype if self.gradients.dtype == self.dtype else self.gradients.dtype
         self.gradients.reduce_in(self.policy.reduce_dtype or default)
 
-    def compute_grad_dtypes(self) -> None:
+    def set_grad_dtypes(self) -> None:
         """Set the dtypes of gradients to those that users set; reductions use them from the next forward on."""
         dtypes = [grad_dtype_of(info.param) for info in self.params_info]
         dtype = self.gradients.dtype = reduce(torch.promote_types, dtypes)
@@ -165,7 +165,7 @@ class ParamGroup:
         self.dtype, self.trains = leaves[0].dtype, tuple(leaf.requires_grad for leaf in leaves)
         self._writes_before += self.shard._version + 1
         self.shard = torch.zeros(self.bucket.chunk, dtype=self.dtype, device=leaves[0].device)
-        self.compute_dtypes()
+        self.set_dtypes()
         self._mark_shard(self._flat_shard.has_hooks)
         for i, (sharded, shard) in enumerate(zip(self.sharded_params, self.bucket.shards(self.shard), strict=True)):
             leaf = sharded._local

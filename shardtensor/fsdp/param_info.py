@@ -103,7 +103,7 @@ class TPSpec:
         raise LayoutError(
             f"`{name}` is sharded over "
             + ("the data ranks already" if is_same else "ranks that no mesh joins with the data ranks"),
-            {"spec": str(spec), "its ranks": name_ranks(group.ranks), "data ranks": name_ranks(data_mesh.shard.ranks)},
+            {"spec": str(spec), "its ranks": _first_ranks(group), "data ranks": _first_ranks(data_mesh.shard)},
             f'shard it on a mesh that has both axes: {call}, then fully_shard(module, mesh=mesh["dp"])',
         )
 
@@ -229,9 +229,13 @@ def _in_names(layout: MeshLayout, param: ShardedTensor, names: tuple[str, ...]) 
     return spec
 
 
+def _first_ranks(group: Group) -> str:
+    return name_ranks(group.ranks[:16])
+
+
 def _refusal(name: str, param: ShardedTensor, what: str) -> LayoutError:
     return LayoutError(
         f"`{name}` {what}",
-        {"spec": str(param.sharding_spec()), "its ranks": name_ranks(param._group.ranks)},
+        {"spec": str(param.sharding_spec()), "its ranks": _first_ranks(param._group)},
         "leave it out: ignored_params=[...]; or shard it by a spec such as [tp, -] over other axes",
     )

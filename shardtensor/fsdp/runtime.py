@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from shardtensor.comm.primitives import becomes_true
 from shardtensor.comm.streams import Streams
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import AbsentRankError
@@ -93,9 +92,9 @@ class Runtime:
         """Whether a forward or a backward of its modules is running."""
         return self._depth > 0 or _in_backward() >= 0
 
-    def is_idle(self, limit_s: float) -> bool:
-        """Whether within `limit_s` nothing but the states refers to their buffers: no graph waits for its backward."""
-        return becomes_true(lambda: all(state.buffer.is_idle for state in self.states), limit_s)
+    def is_idle(self) -> bool:
+        """Whether nothing but the states refers to their buffers: no graph waits for its backward."""
+        return all(state.buffer.is_idle for state in self.states)
 
     def _states_in(self, number: int) -> list[FSDPState]:
         """Return the states in the modules of the state with this number, itself included."""
@@ -287,7 +286,7 @@ class Runtime:
 
     def _assign_buffers_anew(self) -> None:
         """Assign buffers by the present options, unless a graph on some rank still needs values in a buffer."""
-        if not all(map(any, self._group.exchange(bytes([self.is_idle(limit_s=0.02)])))):
+        if not all(map(any, self._group.exchange(bytes([self.is_idle()])))):
             return  # the next forward tries again
         self.is_stale = False
         self.order.clear()

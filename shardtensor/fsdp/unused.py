@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from itertools import compress
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ class UnusedCheck:
         some = []
         for name, column in zip(names, zip(*blobs, strict=True), strict=True):
             if any(column) and not all(column):
-                some.append(f"{name} on {name_ranks(compress(ranks, column))}")
+                some.append(f"{name} on {name_ranks(islice(compress(ranks, column), _SHOWN))}")
         rest = [f"and {len(some) - _SHOWN} more"] if len(some) > _SHOWN else []
         return RuleError(
             "in the last backward ranks used different parameters, and fully_shard takes them to use the same",

@@ -51,7 +51,7 @@ class SimGroup(Group):
         self.rank = member.rank
         self.index = ranks.index(member.rank)
         self.mesh: Mesh | None = None
-        self._on_new_communicator: SimGroup | None = None
+        self._separate: SimGroup | None = None
 
     def _post(
         self, name: str, text: str, signature: tuple[Any, ...], data: Any, combine: Any, check: Any = None
@@ -193,9 +193,9 @@ class SimGroup(Group):
         return self if len(ranks) == self.size else SimGroup(self.world, self.member, as_ranks(ranks))
 
     def with_new_communicator(self) -> Group:
-        if self._on_new_communicator is None:
-            self._on_new_communicator = SimGroup(self.world, self.member, self.ranks, self._communicator + 1)
-        return self._on_new_communicator
+        if self._separate is None:
+            self._separate = SimGroup(self.world, self.member, self.ranks, self._communicator + 1)
+        return self._separate
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> SimGroup:
         group = SimGroup(self.world, self.member, self.ranks)

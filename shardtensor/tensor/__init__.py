@@ -22,11 +22,8 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor
 def _register_unbound() -> None:
     """Register the methods and properties of `ShardedTensor` for torch's unbound forms too: ``torch.Tensor.size(x)``,
     ``torch.Tensor.grad.__get__(x)``, ``torch.numel(x)``."""
-    for name in {*vars(MetadataMethods), *vars(ShardedTensor)} - {
-        *vars(object),
-        "__torch_function__",
-        "__torch_dispatch__",
-    }:
+    own = {*vars(MetadataMethods), *vars(ShardedTensor)}
+    for name in own - {*vars(object), "__torch_function__", "__torch_dispatch__"}:
         torch_attr: Any = getattr(torch.Tensor, name, None)
         own_attr: Any = getattr(ShardedTensor, name)
         if torch_attr is not None and isinstance(own_attr, property):

@@ -116,7 +116,7 @@ def keep_grad_dtype(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
 def _set_grad_dtype(tensor: Any, dtype: torch.dtype | None) -> None:
     tensor._local.grad_dtype = dtype
     if tensor._param_group is not None:
-        tensor._param_group.compute_grad_dtypes()
+        tensor._param_group.set_grad_dtypes()
         tensor._record_change(is_replaced=False)
 
 
