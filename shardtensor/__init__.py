@@ -67,6 +67,7 @@ _HOME = {
     "TensorProperties": "tensor.shard",
     "UnshardHandle": "fsdp.module",
     "WrappedTwiceError": "errors",
+    "ZeroRedundancyOptimizer": "optim.zero.optimizer",
     "along": "sharding.styles",
     "check_collectives": "comm.checked",
     "check_numeric": "sharding.numeric",
@@ -88,6 +89,8 @@ _HOME = {
     "full_state_dict": "tensor.state",
     "fully_shard": "fsdp.api",
     "graphed_step": "optim.graphs",
+    "hook_with_zero_step": "optim.zero.ddp_hooks",
+    "hook_with_zero_step_interleaved": "optim.zero.ddp_hooks",
     "init_from_local_shards": "tensor.init_local",
     "init_from_local_tensor": "tensor.init_local",
     "load_plan": "plan.loading",
@@ -125,6 +128,7 @@ _HOME = {
 """The module of each public name. It is imported at the first use, so that planning does not import torch."""
 
 _UPSTREAM = {
+    "_broadcast_object": ("compat.broadcast_object", "broadcast_object"),
     "_collect_local_shard": ("parallel.parameter", "collect_local_shard"),
     "_reshard_output": ("parallel.parameter", "reshard_output"),
     "_shard_tensor": ("parallel.parameter", "shard_tensor"),

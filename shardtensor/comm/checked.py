@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardtensor.comm.agree import agree
 from shardtensor.comm.call_site import call_site, user_call
-from shardtensor.comm.group import Counts, Group
+from shardtensor.comm.group import Counts, Group, Pending
 from shardtensor.comm.primitives import timeout_of
 from shardtensor.comm.rendezvous import Rendezvous, pair_sum, world_status_store
 from shardtensor.errors import SpecError
@@ -127,6 +127,10 @@ class CheckedGroup(Group):
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         self._check(f"broadcast {_describe(t)} from rank {self.ranks[src_index]}")
         return self._group.broadcast(t, src_index)
+
+    def broadcast_async(self, t: torch.Tensor, src_index: int = 0) -> Pending:
+        self._check(f"broadcast {_describe(t)} from rank {self.ranks[src_index]}")
+        return self._group.broadcast_async(t, src_index)
 
     def with_new_communicator(self) -> Group:
         if self._separate is None:

@@ -105,6 +105,10 @@ class Group(ABC):
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         """Overwrite `t` with the source's `t` and return it; all have the same number of elements."""
 
+    def broadcast_async(self, t: torch.Tensor, src_index: int = 0) -> Pending:
+        """Start `broadcast`; do not use `t` before ``wait()`` returns it."""
+        return Pending(self.broadcast(t, src_index))
+
     @abstractmethod
     def exchange(self, blob: bytes) -> list[bytes]:
         """Return every member's blob; all must have the same length."""
@@ -258,7 +262,7 @@ class NonMemberGroup(Group):
         raise RuntimeError(f"rank {self.rank} is not a member of the group{members}, so it cannot take part in it")
 
     all_reduce = all_reduce_async = all_gather = reduce_scatter = reduce_scatter_async = _refuse
-    all_gather_into = reduce_scatter_into = all_to_all = scatter = broadcast = _refuse
+    all_gather_into = reduce_scatter_into = all_to_all = scatter = broadcast = broadcast_async = _refuse
     exchange = exchange_objects = barrier = subgroup = _make_subgroup = on_mesh = axis = with_new_communicator = _refuse
 
     def __repr__(self) -> str:

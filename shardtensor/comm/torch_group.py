@@ -147,12 +147,18 @@ class TorchGroup(Group):
         return self.all_to_all(flat, [part.numel() for part in parts], recv)
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
+        return self.broadcast_async(t, src_index).wait()
+
+    def broadcast_async(self, t: torch.Tensor, src_index: int = 0) -> Pending:
         sent = self.support.to_move(t)
         work = primitives.broadcast_async(self.process_group, sent, src_index)
-        primitives.finish(work, "broadcast", sent, self.process_group)
-        if sent.data_ptr() != t.data_ptr():
+        if sent.data_ptr() == t.data_ptr():
+            return Started(work, t, self.process_group, call="broadcast")
+
+        def finish() -> None:
             t.detach().copy_(self.support.from_move(sent, t).view(t.shape))
-        return t
+
+        return Started(work, t, self.process_group, finish, "broadcast", sent)
 
     def exchange(self, blob: bytes) -> list[bytes]:
         assert blob, "an exchange carries at least one byte"

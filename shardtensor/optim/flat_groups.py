@@ -14,10 +14,11 @@ from torch import optim
 
 from shardtensor.tensor.bucket import FlatShard, flat_shard_of
 
-ELEMENTWISE = frozenset(
-    getattr(optim, name) for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
-)
-"""Classes whose update of an element depends only on that element; not their subclasses, which may differ."""
+
+def step_without_hooks(optimizer: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Step an optimizer that is inside another one: torch's hooks run once, around the step of the other."""
+    step = type(optimizer).step
+    return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *args, **kwargs)  # type: ignore
 
 
 class FlatGroup:

@@ -15,10 +15,10 @@ from shardtensor.comm.agree import agree_in_groups
 from shardtensor.errors import LayoutError
 from shardtensor.imports import when_imported
 from shardtensor.optim import state_dict as saved
-from shardtensor.optim.flat_groups import ELEMENTWISE
 from shardtensor.optim.named_params import ParamRecord, record_groups
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
 from shardtensor.optim.state import copied_value
+from shardtensor.optim.update_units import update_unit
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 from shardtensor.tensor.trees import map_tensors
 
@@ -102,7 +102,7 @@ def optim_state_dict_to_load(
     params = {names.get(id(param)): param for group in optimizer.param_groups for param in group["params"]}
     records = {name: ParamRecord.of(name, param) for name, param in params.items() if name is not None}
     # other states may have other shapes: Adafactor's row_var
-    is_elementwise = getattr(optimizer, "_on_leaves", type(optimizer) in ELEMENTWISE)
+    is_elementwise = getattr(optimizer, "_on_leaves", update_unit(type(optimizer)) == "element")
     shapes = {name: tuple(h.param.shape) for name, h in records.items()} if is_elementwise else None
     found, options, fault = saved.match_and_check(state, own, aliases, shapes)
     fault = _unknown_params(optimizer, names) or fault

@@ -8,6 +8,7 @@ stepped as one. All other classes step the ShardedTensors themselves, so that no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from shardtensor.comm.agree import agree_in_groups, call_text
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.optim import state_dict as saved
-from shardtensor.optim.flat_groups import ELEMENTWISE, FlatGroups
+from shardtensor.optim.flat_groups import FlatGroups, step_without_hooks
 from shardtensor.optim.named_params import (
     ParamRecord,
     StalenessCheck,
@@ -28,7 +29,15 @@ from shardtensor.optim.named_params import (
     record_groups,
     stale_error,
 )
-from shardtensor.optim.state import ParamState, copied_value, local_value, redistributed_value, sharded_value
+from shardtensor.optim.state import (
+    ParamState,
+    copied_value,
+    local_value,
+    redistributed_value,
+    sharded_value,
+    start_state,
+)
+from shardtensor.optim.update_units import update_unit
 from shardtensor.tensor.gradient import forget
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
@@ -77,7 +86,7 @@ class ShardedOptimizer(optim.Optimizer):
     ) -> None:
         groups = read_groups(named_params)
         self._constructor = (optimizer_class, args, kwargs)
-        self._on_leaves = getattr(optimizer_class, "func", optimizer_class) in ELEMENTWISE
+        self._on_leaves = update_unit(optimizer_class) == "element"
         self._records: dict[int, ParamRecord] = {}
         named, self._records, self._aliases, fault = self._read_records(groups)
         options = call_text(optimizer_class, args, kwargs)
@@ -167,17 +176,8 @@ class ShardedOptimizer(optim.Optimizer):
         self._records.update(records)
         if self._on_leaves:
             own = self._inner.param_groups[-1]
-            self._start_state(own)
+            start_state(self._inner, self._make, own)
             super().add_param_group({**own, "params": params})
-
-    def _start_state(self, group: dict[str, Any]) -> None:
-        """Make the state of new leaves for classes that make it in their constructor (Adagrad)."""
-        if not group["params"]:
-            return
-        fresh = self._make([dict(group)])
-        for leaf in group["params"]:
-            if leaf in fresh.state:
-                self._inner.state[leaf] = fresh.state[leaf]
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
@@ -192,22 +192,17 @@ class ShardedOptimizer(optim.Optimizer):
         """
         if not self._on_leaves:
             self._sync()
-            return self._inner_step() if closure is None else self._inner_step(closure)
+            return step_without_hooks(self._inner, *(() if closure is None else (closure,)))
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._sync()
-        self._flat_groups.step(self.param_groups, self._inner_step)
+        self._flat_groups.step(self.param_groups, partial(step_without_hooks, self._inner))
         for group in self._inner.param_groups:
             if group.get("fused"):  # its kernels do not increment versions, which autograd and `fully_shard` read
                 torch._C._increment_version(group["params"])
         return loss
-
-    def _inner_step(self, *closure: Any) -> Any:
-        """Step without torch's hook wrapper: hooks run once, around this optimizer's own step."""
-        step = type(self._inner).step
-        return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self._inner, *closure)  # type: ignore
 
     def check_not_replaced(self) -> None:
         """Raise StaleParameterError if the module has other tensors under the names of these parameters."""

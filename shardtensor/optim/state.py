@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch import optim
 
 from shardtensor.optim.flat_groups import FlatGroups
 from shardtensor.optim.named_params import ParamRecord
@@ -107,6 +108,18 @@ def mapped(value: Any, function: Callable[[Any, str], Any], key: str = "") -> An
     if isinstance(value, dict):
         return {own: function(item, own) for own, item in value.items()}
     return type(value)(function(item, key) for item in value)
+
+
+def start_state(
+    optimizer: optim.Optimizer, make: Callable[[list[dict[str, Any]]], optim.Optimizer], group: dict[str, Any]
+) -> None:
+    """Make the state of new leaves for classes that make it in their constructor (Adagrad), which `make` calls."""
+    if not group["params"]:
+        return
+    fresh = make([dict(group)])
+    for leaf in group["params"]:
+        if leaf in fresh.state:
+            optimizer.state[leaf] = fresh.state[leaf]
 
 
 class ParamState(MutableMapping[Any, Any]):

@@ -8,7 +8,7 @@ from harness import device, every_size
 from models import assert_equal, dense, same, set_grads, sharded, whole
 
 import shardtensor as st
-from shardtensor.optim.sharded_optimizer import ELEMENTWISE
+from shardtensor.optim.update_units import ELEMENTWISE
 
 OPTIONS = {
     "SGD": [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}],

@@ -1,0 +1,110 @@
+"""Which part of the parameters this rank steps, and what sends the new values of all parts to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from shardtensor.comm.group import Group
+from shardtensor.optim.update_units import UpdateUnit
+from shardtensor.optim.zero.partition import Partition, assign_owners, plan_buckets
+from shardtensor.optim.zero.values import OwnerBroadcast, ParamBucket
+
+
+@attrs.define
+class Parts:
+    """How some parameters are divided; lists and dicts are by their numbers.
+
+    Attributes:
+        leaves: the tensors that this rank steps: parameters, or their elements in its range.
+        owners: the rank that steps all of a parameter, or None.
+        sizes: how many elements of a parameter each rank steps; None if it has an owner, or if every rank steps it.
+    """
+
+    leaves: dict[int, torch.Tensor]
+    owners: Sequence[int | None]
+    sizes: list[Sequence[int] | None]
+
+
+class Division:
+    """The parameters of an optimizer, divided among the ranks of a group.
+
+    Args:
+        unit: what the optimizer class updates together.
+        as_views: make parameters with owners views of flat buffers.
+        bucket_bytes: the size at which a flat buffer with ranges is full.
+    """
+
+    def __init__(
+        self, group: Group, unit: UpdateUnit, partition: Partition, as_views: bool, bucket_bytes: float
+    ) -> None:
+        self._group, self._unit, self._partition, self._as_views = group, unit, partition, as_views
+        self._bucket_bytes = int(bucket_bytes)
+        self._loads = [0] * group.size
+        self._broadcasts: list[OwnerBroadcast] = []
+        self._buckets: list[ParamBucket] = []
+
+    @property
+    def has_flat_leaves(self) -> bool:
+        """Whether leaves are adjacent in memory, so that elementwise classes can step them as one."""
+        return bool(self._buckets) or self._as_views
+
+    def divide(self, params: Sequence[torch.Tensor]) -> Parts:
+        """Divide the parameters of a group."""
+        nobody = Parts(dict(enumerate(params)), [None] * len(params), [None] * len(params))
+        if self._unit == "all":
+            return nobody
+        if self._partition == "ranges":
+            return self._ranges(params, nobody)
+        owners = assign_owners([param.numel() for param in params], self._loads)
+        self._broadcasts.append(OwnerBroadcast(params, owners, self._group, as_views=self._as_views))
+        leaves = {i: param for i, param in enumerate(params) if owners[i] == self._group.index}
+        return Parts(leaves, owners, nobody.sizes)
+
+    def _ranges(self, params: Sequence[torch.Tensor], parts: Parts) -> Parts:
+        plans = plan_buckets(
+            [(param.dtype, param.device) for param in params],
+            [param.numel() for param in params],
+            self._group.size,
+            [self._bucket_bytes // param.itemsize for param in params],
+            self._partition,
+            [self._grain(param) for param in params],
+            self._loads,
+        )
+        parts.leaves = {}
+        for plan in plans:
+            bucket = ParamBucket(params, plan, self._group)
+            self._buckets.append(bucket)
+            parts.leaves.update(bucket.leaves)
+            for j, i in enumerate(plan.members):
+                parts.sizes[i] = plan.ranges.sizes(j)
+        return parts
+
+    def _grain(self, param: torch.Tensor) -> int:
+        """Return how many consecutive elements of a parameter one rank must hold."""
+        if self._unit == "element":
+            return 1
+        return max(param.shape[1:].numel() if self._unit == "row" else param.numel(), 1)
+
+    @property
+    def _senders(self) -> list[OwnerBroadcast | ParamBucket]:
+        return [*self._broadcasts, *self._buckets]
+
+    def attach(self) -> None:
+        """Make replaced parameters views of flat buffers again."""
+        for each in self._senders:
+            each.attach()
+
+    def set_gradients(self) -> None:
+        """Set the gradients of leaves that are no parameters."""
+        for bucket in self._buckets:
+            bucket.set_gradients()
+
+    def send(self) -> None:
+        """Send the new values to all ranks, and wait for them. All ranks call it."""
+        for each in self._senders:
+            each.start()
+        for each in self._senders:
+            each.finish()

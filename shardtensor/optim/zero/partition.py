@@ -1,0 +1,107 @@
+"""Which rank steps which parameter, and which parameters share a flat buffer. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Literal
+
+import attrs
+
+from shardtensor.layout.ranges import Ranges, lay_out, lay_out_owned
+
+Partition = Literal["owners", "ranges"]
+
+_WASTE = 8  # a buffer with less than 1 / 8 of padding is balanced well enough
+
+
+def assign_owners(sizes: Sequence[int], loads: list[int]) -> list[int]:
+    """Assign each parameter to a rank: the largest first, each to the rank with the fewest elements so far.
+
+    Args:
+        sizes: the number of elements of each parameter.
+        loads: the elements that each rank has already; updated.
+
+    Returns:
+        the owner of each parameter.
+
+    Example:
+        >>> assign_owners([9, 7, 5, 3, 9, 7, 5, 3], [0, 0])
+        [0, 0, 0, 0, 1, 1, 1, 1]
+    """
+    owners = [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += sizes[i]
+    return owners
+
+
+@attrs.frozen
+class BucketPlan:
+    """Parameters that share a flat buffer.
+
+    Attributes:
+        members: their numbers, in the order in which they lie in the buffer.
+        ranges: where they lie, and which elements each rank steps.
+        owners: the rank that steps each of them, if no parameter is divided.
+    """
+
+    members: tuple[int, ...]
+    ranges: Ranges
+    owners: tuple[int, ...] | None
+
+
+def plan_buckets(
+    kinds: Sequence[Hashable],
+    lengths: Sequence[int],
+    ranks: int,
+    limits: Sequence[int],
+    partition: Partition,
+    grains: Sequence[int],
+    loads: list[int],
+) -> list[BucketPlan]:
+    """Assign parameters to buckets, the last ones first: the order in which backward computes gradients.
+
+    A bucket has parameters of one kind. It is full at its limit; with owners, it also has to be balanced.
+
+    Args:
+        kinds: of each parameter; only equal ones may share a bucket.
+        lengths: the number of elements of each parameter.
+        limits: for each parameter, the number of elements at which a bucket of its kind is full.
+        partition: whether ranks own whole parameters or equal ranges.
+        grains: with ranges, how many consecutive elements of each parameter no range divides.
+        loads: with owners, the elements that each rank has already; updated.
+    """
+    open_: dict[Hashable, list[int]] = {}
+    plans: list[BucketPlan] = []
+    for i in reversed(range(len(kinds))):
+        members = open_.setdefault(kinds[i], [])
+        members.append(i)
+        if sum(lengths[j] for j in members) < limits[i]:
+            continue
+        if partition == "ranges":
+            plans.append(_divided(open_.pop(kinds[i]), lengths, ranks, grains))
+            continue
+        tried = list(loads)
+        plan = _owned(members, lengths, ranks, tried)
+        if plan.ranges.waste * _WASTE <= plan.ranges.total:
+            loads[:] = tried
+            plans.append(plan)
+            del open_[kinds[i]]
+    for members in open_.values():
+        divided = partition == "ranges"
+        plans.append(_divided(members, lengths, ranks, grains) if divided else _owned(members, lengths, ranks, loads))
+    return plans
+
+
+def _divided(members: Sequence[int], lengths: Sequence[int], ranks: int, grains: Sequence[int]) -> BucketPlan:
+    order = tuple(sorted(members))
+    ranges = lay_out([lengths[i] for i in order], ranks, [grains[i] for i in order])
+    return BucketPlan(order, ranges, None)
+
+
+def _owned(members: Sequence[int], lengths: Sequence[int], ranks: int, loads: list[int]) -> BucketPlan:
+    order = sorted(members)
+    owners = assign_owners([lengths[i] for i in order], loads)
+    by_owner = sorted(zip(owners, order, strict=True))
+    ranges = lay_out_owned([lengths[i] for _, i in by_owner], ranks, [owner for owner, _ in by_owner])
+    return BucketPlan(tuple(i for _, i in by_owner), ranges, tuple(owner for owner, _ in by_owner))

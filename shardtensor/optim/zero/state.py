@@ -1,0 +1,189 @@
+"""The state of parameters that ranks step in parts: as ShardedTensors, on one rank, and loaded from any layout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import optim
+
+from shardtensor.comm.group import Group
+from shardtensor.layout.layout import Layout
+from shardtensor.optim.flat_groups import FlatGroups
+from shardtensor.optim.named_params import ParamRecord
+from shardtensor.optim.state import is_scalar, mapped, scalar_value
+from shardtensor.spec.nodes import Replicate, Spec
+from shardtensor.tensor.placing import bind_named, mesh_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
+from shardtensor.tensor.trees import map_tensors
+
+_AXIS = "dp"
+"""A name for the ranks in specs; the group has no mesh, so any name stands for them."""
+
+State = dict[str, dict[str, Any]]
+
+
+@attrs.frozen
+class _Outline:
+    """A state tensor on the rank that holds it: its local shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class PartitionedState:
+    """Which rank holds the state of which parameter, or of which of its elements.
+
+    Attributes:
+        records: by the id of a parameter. A record's leaf is empty on a rank that steps no element of it.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.records: dict[int, ParamRecord] = {}
+        self._owners: dict[str, int | None] = {}
+        self._holds: dict[str, bool] = {}
+
+    def add(
+        self, name: str, param: torch.Tensor, leaf: torch.Tensor | None, owner: int | None, sizes: Sequence[int] | None
+    ) -> None:
+        """Add a parameter.
+
+        Args:
+            leaf: the tensor that this rank steps, if any.
+            owner: the rank in the group that steps all of it, or None.
+            sizes: how many of its elements each rank steps; None if it has an owner, or if every rank steps it.
+        """
+        layout: Layout | None = None
+        if owner is not None:
+            layout = self._owned(owner, tuple(param.shape))
+        elif sizes is not None:
+            layout = self._bound(Replicate().flat(_AXIS, sizes=tuple(sizes)), tuple(param.shape))
+        held = param.detach().new_empty(0) if leaf is None else leaf
+        group = None if layout is None else self._group
+        self.records[id(param)] = ParamRecord(name, param, held, layout, group, param.dtype, param.device)
+        self._owners[name], self._holds[name] = owner, leaf is not None
+
+    def leaf_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor that this rank steps for a parameter, if any."""
+        record = self.records[id(param)]
+        return record.leaf if self._holds[record.name] else None
+
+    def owner_of(self, param: torch.Tensor) -> int:
+        """Return the rank in the group that steps a parameter."""
+        owner = self._owners[self.records[id(param)].name]
+        assert owner is not None, "parameters have owners"
+        return owner
+
+    def _bound(self, spec: Spec, shape: tuple[int, ...]) -> Layout:
+        return bind_named(spec, shape, mesh_of(self._group))
+
+    def _owned(self, owner: int, shape: tuple[int, ...]) -> Layout:
+        return self._bound(Replicate().only(_AXIS, owner), shape)
+
+    # -- from the parts of all ranks --------------------------------------------------------------------------------
+
+    def sharded(self, flats: FlatGroups) -> State:
+        """Return the state of all parameters by name: ShardedTensors over each rank's part, and numbers.
+
+        All ranks call it; it sends the shapes and dtypes of tensors, and the numbers.
+        """
+        own = {record.name: dict(flats.state_of(record.leaf)) for record in self.records.values()}
+        own = {name: values for name, values in own.items() if values and self._holds[name]}
+        outlines = self._group.exchange_objects(map_tensors(_outlined, own))
+        found: State = {}
+        for record in self.records.values():
+            name = record.name
+            outline = next((each[name] for each in outlines if name in each), None)
+            if outline is not None:
+                parts = own.get(name)
+                found[name] = {
+                    key: self._joined(record, value, None if parts is None else parts[key])
+                    for key, value in outline.items()
+                }
+        return found
+
+    def _joined(self, record: ParamRecord, outline: Any, part: Any) -> Any:
+        """Return a value of a parameter's state, from its outline, and from this rank's part if it has one."""
+        if isinstance(outline, list | tuple):
+            parts = [None] * len(outline) if part is None else part
+            return type(outline)(self._joined(record, *pair) for pair in zip(outline, parts, strict=True))
+        if isinstance(outline, dict):
+            return {
+                key: self._joined(record, value, None if part is None else part[key]) for key, value in outline.items()
+            }
+        if not isinstance(outline, _Outline):
+            return outline if part is None else part
+        if record.layout is None:
+            return part
+        owner = self._owners[record.name]
+        layout = record.layout if owner is None else self._owned(owner, outline.shape)
+        if part is None:
+            part = torch.empty(0, dtype=outline.dtype, device=record.device)
+        return wrap(part, layout, None, self._group)
+
+    def consolidated(self, flats: FlatGroups, to: int) -> dict[Any, Any] | None:
+        """Return the state by parameter, with full tensors on the CPU, on the rank `to`; None on the others.
+
+        All ranks call it; state is sent to that rank only.
+        """
+        state = self.sharded(flats)
+        is_here = self._group.index == to
+
+        def sent(value: torch.Tensor) -> torch.Tensor:
+            if isinstance(value, ShardedTensor):
+                value = local_as(value, self._owned(to, tuple(value.shape)), self._group)
+            return value.detach().to("cpu", copy=True) if is_here else value
+
+        full = map_tensors(sent, state)
+        if not is_here:
+            return None
+        return {record.param: full[record.name] for record in self.records.values() if record.name in full}
+
+    # -- to the parts of all ranks ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, optimizer: optim.Optimizer, state: State, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Replace an optimizer's state by this rank's part of `state`; collective if it has sharded tensors."""
+        taken: dict[Any, Any] = {}
+        for group in groups:
+            for param in group["params"]:
+                record = self.records[id(param)]
+                values = state.pop(record.name, None)
+                if values is not None:
+                    own = {key: self._part(value, record, key, group) for key, value in values.items()}
+                    if self._holds[record.name]:
+                        taken[record.leaf] = own
+        optimizer.state.clear()
+        taken.update(state)
+        optimizer.state.update(taken)
+        optimizer.__setstate__({})  # some classes convert old states there
+
+    def _part(self, value: Any, record: ParamRecord, key: str, options: Mapping[str, Any]) -> Any:
+        """Return this rank's part of a loaded value of a parameter's state."""
+        if isinstance(value, list | tuple | dict):
+            return mapped(value, lambda item, own: self._part(item, record, own, options), key)
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        owner, leaf = self._owners[record.name], record.leaf
+        if is_scalar(value, record, key):
+            return scalar_value(value, record, key, options)
+        if owner is not None:
+            value = local_as(value, self._owned(owner, tuple(value.shape)), self._group)
+        elif record.layout is not None:
+            value = local_as(value, record.layout, self._group)
+        elif isinstance(value, ShardedTensor):
+            value = value.full_tensor()
+        if not self._holds[record.name]:
+            return None
+        dtype = leaf.dtype if leaf.is_floating_point() or leaf.is_complex() else value.dtype
+        return value.detach().to(record.device, dtype, copy=True)
+
+
+def _outlined(value: torch.Tensor) -> Any:
+    if value.dim() == 0:
+        return value.detach().cpu()
+    return _Outline(tuple(value.shape), value.dtype)
