@@ -19,6 +19,7 @@ from shardtensor.optim.named_params import ParamRecord, record_groups
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
 from shardtensor.optim.state import copied_value
 from shardtensor.optim.update_units import update_unit
+from shardtensor.optim.zero.optimizer import ZeroRedundancyOptimizer
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 from shardtensor.tensor.trees import map_tensors
 
@@ -33,7 +34,8 @@ def optim_state_dict(model: nn.Module, optimizer: optim.Optimizer, *, full: bool
 
     Args:
         model: the model; the optimizer steps all or some of its parameters.
-        optimizer: a torch optimizer or a `ShardedOptimizer`.
+        optimizer: a torch optimizer, a `ShardedOptimizer` or a `ZeroRedundancyOptimizer`. All ranks of the last call
+            it; they exchange which rank holds what.
         full: gather every tensor, on every rank. Collective: all ranks of the parameters' groups call it.
 
     Returns:
@@ -58,7 +60,10 @@ def optim_state_dict(model: nn.Module, optimizer: optim.Optimizer, *, full: bool
     fault = _unknown_params(optimizer, names)
     if fault is not None:
         raise fault
-    named = saved.by_name(optimizer, names)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        named = optimizer.state_by_name(names)
+    else:
+        named = saved.by_name(optimizer, names)
     if full:
         state = named["state"]
         named["state"] = map_tensors(lambda x: x.full_tensor() if isinstance(x, ShardedTensor) else x, state)
@@ -77,8 +82,8 @@ def optim_state_dict_to_load(
         model: the model whose parameters the optimizer steps.
         optimizer: the optimizer that will load the state, or an equal one.
         state: by name; its tensors full or sharded with any layouts.
-        is_named_optimizer: key the result by name rather than by torch's numbers. The keys for a `ShardedOptimizer` are
-            always the names with which it was made.
+        is_named_optimizer: key the result by name rather than by torch's numbers. The keys for a `ShardedOptimizer` or
+            a `ZeroRedundancyOptimizer` are always the names with which it was made.
 
     Returns:
         a state dict whose tensors have the layouts of the parameters, and share no memory with `state`.
@@ -100,7 +105,12 @@ def optim_state_dict_to_load(
     names, aliases = _names_in(model)
     own = [[names.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
     params = {names.get(id(param)): param for group in optimizer.param_groups for param in group["params"]}
-    records = {name: ParamRecord.of(name, param) for name, param in params.items() if name is not None}
+    partitioned = optimizer.partitioned.records if isinstance(optimizer, ZeroRedundancyOptimizer) else {}
+    records = {
+        name: partitioned.get(id(param)) or ParamRecord.of(name, param)
+        for name, param in params.items()
+        if name is not None
+    }
     # other states may have other shapes: Adafactor's row_var
     is_elementwise = getattr(optimizer, "_on_leaves", update_unit(type(optimizer)) == "element")
     shapes = {name: tuple(h.param.shape) for name, h in records.items()} if is_elementwise else None
@@ -110,6 +120,8 @@ def optim_state_dict_to_load(
     keys: dict[str, Any] = {name: name if is_named_optimizer else i for i, name in enumerate(records)}
     if isinstance(optimizer, ShardedOptimizer):
         keys = {names[id(param)]: name for name, param in optimizer.named_params.items()}
+    elif isinstance(optimizer, ZeroRedundancyOptimizer):
+        keys = {names[key]: record.name for key, record in partitioned.items() if key in names}
     taken: dict[Any, dict[str, Any]] = {}
     groups = []
     for group, members, new in zip(optimizer.param_groups, own, options, strict=True):
@@ -154,6 +166,8 @@ def _extend(module: ModuleType) -> None:
         method = method_of(obj, api)
         if api == "state_dict" and isinstance(obj, ShardedOptimizer):
             return lambda: saved.numbered(method())
+        if api == "state_dict" and isinstance(obj, ZeroRedundancyOptimizer):
+            return lambda: saved.numbered(obj.state_by_name(obj.names))
         return method
 
     module._state_dict_fn = numbered_method_of  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 from shardtensor.comm.agree import agree
-from shardtensor.errors import LayoutError, RuleError, ShardTensorError
+from shardtensor.errors import RuleError, ShardTensorError
+from shardtensor.parallel.backward_reducer import BackwardReducer, if_alive
 from shardtensor.parallel.gradient_buckets import (
     DataAxes,
-    Gradient,
-    GradientBucket,
     finish,
     gradients_of,
     make_buckets,
@@ -161,25 +160,16 @@ def reduce_gradients(
     finish(buckets)
 
 
-class Reducer:
-    """Starts buckets while backward fills them, and finishes them when it ends; the module's hook around forward.
-
-    The module owns it; hooks on leaves refer to it weakly, because Python's collector does not see through them.
-    """
+class Reducer(BackwardReducer):
+    """Averages the gradients of a module, which owns it; the module's hook around forward."""
 
     def __init__(self, axes: str | Sequence[str], process_group: Any, bucket_bytes: float, init_sync: bool) -> None:
+        super().__init__(finish)
         self.axes = DataAxes.of(axes, process_group)
         self.bucket_bytes, self.init_sync = bucket_bytes, init_sync
-        self.is_on = True
         self.handles: list[Any] = []
-        self.gradients: list[Gradient] = []
-        self.buckets: list[GradientBucket] = []
-        self._bucket_of: list[GradientBucket | None] = []
-        self._leaf_handles: list[Any] = []
-        self._nodes: list[Any] = []
         self._structure: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self._leaves: list[tuple[Any, str, torch.Tensor, torch.Tensor, Any]] = []
-        self._start_round()
 
     def __reduce__(self) -> Any:
         return NoReducer, ()  # a copy of the module has leaves of its own, and perhaps no process group
@@ -192,7 +182,7 @@ class Reducer:
         fault: ShardTensorError | None = None
         try:
             gradients = gradients_of(named, self.axes)
-            self._refuse_second(gradients, instead_of)
+            self.refuse_second(gradients, instead_of)
         except ShardTensorError as error:
             fault = error
         call = f"data_parallel({type(module).__name__})"
@@ -203,13 +193,7 @@ class Reducer:
         parts = [f"{g.name} {tuple(g.leaf.shape)} on each rank" for g in gradients if g.share == 1.0]
         agree(self.axes.data, call, {"parts": "\n".join(parts) or "(none)"})
         seen = {id(leaf) for *_, leaf, _ in self._leaves}
-        self._remove_leaf_hooks()
-        self.gradients, self.buckets = gradients, make_buckets(gradients, self.bucket_bytes)
-        places = {id(gradient): bucket for bucket in self.buckets for gradient in bucket.gradients}
-        self._bucket_of = [places.get(id(gradient)) for gradient in gradients]
-        for i, gradient in enumerate(gradients):
-            self._hook(i, gradient)
-        self._start_round()
+        self.set_buckets(gradients, make_buckets(gradients, self.bucket_bytes))
         owners = list(module.modules())
         self._structure = [(x, tuple(x.values())) for owner in owners for x in (owner._parameters, owner._modules)]
         self._leaves = []
@@ -219,26 +203,6 @@ class Reducer:
             self._leaves.append((place, last, tensor, leaf, _state(leaf)))
         if self.init_sync:
             self._broadcast_replicas([*((name, t) for name, _, t in named), *module.named_buffers()], seen)
-
-    def _refuse_second(self, gradients: list[Gradient], instead_of: Reducer | None) -> None:
-        for gradient in gradients:
-            for hook in (getattr(gradient.leaf, "_post_accumulate_grad_hooks", None) or {}).values():
-                if getattr(hook, "func", None) is _if_alive and hook.args[0]() not in (None, self, instead_of):
-                    raise LayoutError(
-                        f"the gradient of `{gradient.name}` is averaged by another data_parallel already",
-                        fix="call data_parallel once, on the whole model",
-                    )
-
-    def _hook(self, index: int, gradient: Gradient) -> None:
-        leaf = gradient.leaf
-        if self.buckets:
-            hook = partial(_if_alive, weakref.ref(self), Reducer.arrived, index)
-            self._leaf_handles.append(leaf.register_post_accumulate_grad_hook(hook))
-        if gradient.share != 1.0:  # before accumulation: the accumulated gradient is scaled already
-            with torch.enable_grad():
-                node = torch.autograd.graph.get_gradient_edge(leaf).node
-            self._nodes.append(node)
-            self._leaf_handles.append(node.register_prehook(partial(_scaled, gradient.share)))
 
     @torch.no_grad()
     def _broadcast_replicas(self, named: Iterable[tuple[str, torch.Tensor]], seen: set[int]) -> None:
@@ -250,14 +214,9 @@ class Reducer:
                 seen.add(id(local))
                 group.broadcast(local.detach())
 
-    def _remove_leaf_hooks(self) -> None:
-        for handle in self._leaf_handles:
-            handle.remove()
-        self._leaf_handles, self._nodes = [], []
-
     def remove(self) -> None:
         """Remove all hooks from the module and its leaves."""
-        self._remove_leaf_hooks()
+        self.remove_leaf_hooks()
         for handle in self.handles:
             handle.remove()
 
@@ -271,10 +230,9 @@ class Reducer:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if output:
-            with_hook(output if self.buckets else (), partial(_if_alive, weakref.ref(self), Reducer.begin))
+            with_hook(output if self.buckets else (), partial(if_alive, weakref.ref(self), Reducer.begin))
         elif torch._C._current_graph_task_id() < 0:
-            if self._tasks:  # an error stopped the last backward
-                self._start_round()
+            self.start_over()
             if not self._is_current():
                 self.build(module)
 
@@ -287,58 +245,6 @@ class Reducer:
             for place, name, tensor, leaf, state in self._leaves
         )
 
-    # -- backward ---------------------------------------------------------------------------------------------------
-
-    def _start_round(self) -> None:
-        self._tasks: set[int] = set()
-        self._next = 0
-        self._is_here = [False] * len(self.gradients)
-        for bucket in self.buckets:
-            bucket.reset()
-
-    def begin(self) -> None:
-        """Make the running backward call `_end` when it ends."""
-        task = torch._C._current_graph_task_id()
-        if self.is_on and task not in self._tasks:
-            self._tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
-
-    def arrived(self, index: int) -> None:
-        """Count a gradient that has been accumulated, and start the buckets that are full, in order."""
-        if not self.is_on:
-            return
-        self.begin()
-        bucket, was_here = self._bucket_of[index], self._is_here[index]
-        self._is_here[index] = True
-        if bucket is None:
-            return
-        if was_here:
-            if bucket.pending is not None:
-                raise RuleError(
-                    f"a gradient came to `{self.gradients[index].name}` after its bucket had been sent",
-                    {"because": "the parameter is used in several checkpoints whose backward runs apart"},
-                    "checkpoint(..., use_reentrant=False)",
-                )
-            return
-        bucket.waiting -= 1
-        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
-            self._start_next()
-
-    def _start_next(self) -> None:
-        self.buckets[self._next].start()
-        self._next += 1
-
-    def _end(self, task: int) -> None:
-        self._tasks.discard(task)
-        if self._tasks or not any(self._is_here):  # an outer backward still runs, or no gradient was accumulated
-            return
-        try:
-            while self._next < len(self.buckets):
-                self._start_next()
-            finish(self.buckets)
-        finally:
-            self._start_round()
-
 
 class NoReducer:
     """The hook of a copy of a data-parallel module, which is not data parallel."""
@@ -350,17 +256,6 @@ class NoReducer:
 def reducer_of(module: nn.Module) -> Reducer | None:
     """Return the reducer of a data-parallel module, else None."""
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Reducer)), None)
-
-
-def _if_alive(find: weakref.ref[Reducer], method: Callable[..., None], *args: Any) -> None:
-    """Call `method` if its reducer is alive; drop the last argument, the tensor of the hook."""
-    reducer = find()
-    if reducer is not None:
-        method(reducer, *args[:-1])
-
-
-def _scaled(share: float, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(None if grad is None else grad * share for grad in grads)
 
 
 def _state(leaf: torch.Tensor) -> tuple[Any, ...]:

@@ -143,6 +143,7 @@ class DDPOverlap:
             if grads:
                 self._step_and_send(list(grads), grads)
 
+    @torch.no_grad()
     def _step_and_send(self, params: Sequence[torch.Tensor], grads: Mapping[torch.Tensor, torch.Tensor]) -> None:
         self._zero.step_with(grads)
         key = tuple(map(id, params))
@@ -152,6 +153,7 @@ class DDPOverlap:
         self._broadcasts[key].start()
         self._sent.append(self._broadcasts[key])
 
+    @torch.no_grad()
     def _finish(self) -> None:
         sent, self._sent = self._sent, []
         for each in sent:

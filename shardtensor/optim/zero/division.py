@@ -24,7 +24,7 @@ class Parts:
     """
 
     leaves: dict[int, torch.Tensor]
-    owners: Sequence[int | None]
+    owners: list[int | None]
     sizes: list[Sequence[int] | None]
 
 
@@ -34,38 +34,44 @@ class Division:
     Args:
         unit: what the optimizer class updates together.
         as_views: make parameters with owners views of flat buffers.
-        bucket_bytes: the size at which a flat buffer with ranges is full.
+        bucket_bytes: the size at which a bucket is full.
+        is_reduced: gradients are reduced in buckets: divide each by itself, also if parameters have owners.
+
+    Attributes:
+        buckets: the buckets that are divided; empty if they are not.
     """
 
     def __init__(
-        self, group: Group, unit: UpdateUnit, partition: Partition, as_views: bool, bucket_bytes: float
+        self,
+        group: Group,
+        unit: UpdateUnit,
+        partition: Partition,
+        bucket_bytes: float,
+        *,
+        as_views: bool,
+        is_reduced: bool,
     ) -> None:
         self._group, self._unit, self._partition, self._as_views = group, unit, partition, as_views
-        self._bucket_bytes = int(bucket_bytes)
+        self._is_reduced, self._bucket_bytes = is_reduced, int(bucket_bytes)
         self._loads = [0] * group.size
         self._broadcasts: list[OwnerBroadcast] = []
-        self._buckets: list[ParamBucket] = []
-
-    @property
-    def has_flat_leaves(self) -> bool:
-        """Whether leaves are adjacent in memory, so that elementwise classes can step them as one."""
-        return bool(self._buckets) or self._as_views
+        self.buckets: list[ParamBucket] = []
 
     def divide(self, params: Sequence[torch.Tensor]) -> Parts:
         """Divide the parameters of a group."""
         nobody = Parts(dict(enumerate(params)), [None] * len(params), [None] * len(params))
         if self._unit == "all":
             return nobody
-        if self._partition == "ranges":
-            return self._ranges(params, nobody)
+        if self._is_reduced or self._partition == "ranges":
+            return self._divide_buckets(params, nobody)
         owners = assign_owners([param.numel() for param in params], self._loads)
         self._broadcasts.append(OwnerBroadcast(params, owners, self._group, as_views=self._as_views))
         leaves = {i: param for i, param in enumerate(params) if owners[i] == self._group.index}
-        return Parts(leaves, owners, nobody.sizes)
+        return Parts(leaves, list(owners), nobody.sizes)
 
-    def _ranges(self, params: Sequence[torch.Tensor], parts: Parts) -> Parts:
+    def _divide_buckets(self, params: Sequence[torch.Tensor], parts: Parts) -> Parts:
         plans = plan_buckets(
-            [(param.dtype, param.device) for param in params],
+            [(param.dtype, param.device, param.requires_grad) for param in params],
             [param.numel() for param in params],
             self._group.size,
             [self._bucket_bytes // param.itemsize for param in params],
@@ -75,11 +81,14 @@ class Division:
         )
         parts.leaves = {}
         for plan in plans:
-            bucket = ParamBucket(params, plan, self._group)
-            self._buckets.append(bucket)
+            bucket = ParamBucket(params, plan, self._group, unit=self._unit, is_reduced=self._is_reduced)
+            self.buckets.append(bucket)
             parts.leaves.update(bucket.leaves)
             for j, i in enumerate(plan.members):
-                parts.sizes[i] = plan.ranges.sizes(j)
+                if self._partition == "owners" or self._unit == "parameter":
+                    parts.owners[i] = plan.owner(j)
+                else:
+                    parts.sizes[i] = plan.ranges.sizes(j)
         return parts
 
     def _grain(self, param: torch.Tensor) -> int:
@@ -90,21 +99,33 @@ class Division:
 
     @property
     def _senders(self) -> list[OwnerBroadcast | ParamBucket]:
-        return [*self._broadcasts, *self._buckets]
+        return [*self._broadcasts, *self.buckets]
 
     def attach(self) -> None:
         """Make replaced parameters views of flat buffers again."""
         for each in self._senders:
             each.attach()
 
+    def copy_from_first(self) -> None:
+        """Overwrite the values of all buckets with those of the group's first rank. All ranks call it."""
+        for bucket in self.buckets:
+            self._group.broadcast(bucket.values)
+
     def set_gradients(self) -> None:
         """Set the gradients of leaves that are no parameters."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.set_gradients()
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients of leaves that are no parameters."""
+        for bucket in self.buckets:
+            bucket.drop_gradients()
+
+    @torch.no_grad()
     def send(self) -> None:
         """Send the new values to all ranks, and wait for them. All ranks call it."""
-        for each in self._senders:
+        senders = self._senders
+        for each in senders:
             each.start()
-        for each in self._senders:
+        for each in senders:
             each.finish()

@@ -3,7 +3,8 @@ new values to all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from shardtensor.optim.state import ParamState, start_state
 from shardtensor.optim.update_units import UpdateUnit, update_unit
 from shardtensor.optim.zero.arguments import OWN_KEYS, as_list, copy_options, members_of
 from shardtensor.optim.zero.division import Division
+from shardtensor.optim.zero.gradients import PartitionedGradients
 from shardtensor.optim.zero.partition import Partition
 from shardtensor.optim.zero.state import PartitionedState
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -56,7 +58,10 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             to the rank with the fewest elements. ``"ranges"``: parameters are views of flat buffers, of which each rank
             steps an equal range, whatever their sizes. A range does not divide what the class updates together: an
             element for torch's elementwise classes, a row or a parameter for others (`update_unit`).
-        bucket_mib: the size of a flat buffer at which it is full, with ranges.
+        overlap_gradients: average gradients, too, without DDP: each bucket as soon as backward has computed it, to the
+            ranks that step it (ZeRO stage 2). After backward ``grad`` of a parameter is a ShardedTensor; this rank
+            holds what it steps. Parameters are views of buckets; their values are copied from the first rank now.
+        bucket_mib: the size at which a bucket is full, with ranges or `overlap_gradients`.
         defaults: arguments of `optimizer_class`.
 
     Attributes:
@@ -90,6 +95,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         *,
         partition: Partition = "owners",
+        overlap_gradients: bool = False,
         bucket_mib: float = 64.0,
         **defaults: Any,
     ) -> None:
@@ -106,8 +112,12 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         self._is_built = True
         self.group: Group = _without_mesh(as_group(process_group))
         self._agree("ZeroRedundancyOptimizer", call_text(optimizer_class, (partition,), defaults), self.param_groups)
-        self._division = Division(self.group, self._unit, partition, parameters_as_bucket_view, bucket_mib * 2**20)
-        self.partitioned = PartitionedState(self.group)
+        self._division = Division(
+            *(self.group, self._unit, partition, bucket_mib * 2**20),
+            as_views=parameters_as_bucket_view,
+            is_reduced=overlap_gradients,
+        )
+        self.partitioned = PartitionedState(self.group, by_rows=self._unit == "row")
         self._consolidated: dict[Any, Any] | None = None
         for group in self.param_groups:
             self._divide(group)
@@ -117,6 +127,10 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         self._flat_groups = FlatGroups(self.optim)
         self.state = ParamState(self._flat_groups, self.partitioned.records)  # type: ignore[assignment]
         self.overlap: DDPOverlap | None = None  # a hook sets it
+        self._gradients: PartitionedGradients | None = None
+        if overlap_gradients:
+            self._division.copy_from_first()
+            self._gradients = PartitionedGradients(self._division.buckets, self.partitioned.records, self.group)
 
     def _make(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
         return self.optimizer_class(groups, **self._options)
@@ -201,7 +215,10 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             self.overlap.begin()
             return None
         self._division.attach()
+        if self._gradients is not None:
+            self._gradients.refresh()
         loss = self._step_part(closure, kwargs)
+        self._division.drop_gradients()
         self._division.send()
         return loss
 
@@ -209,7 +226,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         """Step this rank's part."""
         copy_options(self.param_groups, self.optim.param_groups)
         step = partial(step_without_hooks, self.optim, **kwargs)
-        if self._unit == "element" and self._division.has_flat_leaves and not kwargs:
+        if self._unit == "element" and self._division.buckets:
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -251,17 +268,33 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         if self.overlap is not None:
             self.overlap.begin()
         super().zero_grad(set_to_none)
+        if self._gradients is not None:
+            self._gradients.refresh()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Make backward accumulate gradients without reducing them, with `overlap_gradients`.
+
+        The next backward outside reduces their sum.
+        """
+        gradients = self._gradients
+        if gradients is None:
+            raise RuleError(
+                "this optimizer does not reduce gradients",
+                fix="use no_sync of DistributedDataParallel or data_parallel, or pass overlap_gradients=True",
+            )
+        before, gradients.is_on = gradients.is_on, False
+        try:
+            yield
+        finally:
+            gradients.is_on = before
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     @property
-    def _names(self) -> list[list[str]]:
-        """The name of each parameter, by group: the user's, or its number."""
-        return [[self.partitioned.records[id(param)].name for param in group["params"]] for group in self.param_groups]
-
-    @property
-    def _is_named(self) -> bool:
-        return all("param_names" in group for group in self.param_groups)
+    def names(self) -> dict[int, str]:
+        """The name of each parameter by its id: the user's, or its number as text."""
+        return {key: record.name for key, record in self.partitioned.records.items()}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Send all state to one rank, which `state_dict` returns there. All ranks call it.
@@ -284,8 +317,8 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             RuntimeError: the state is not consolidated on this rank, and the parameters have no names.
         """
         if self._consolidated is None:
-            if self._is_named or self.group.size == 1:
-                return self.state_by_name({key: record.name for key, record in self.partitioned.records.items()})
+            if all("param_names" in group for group in self.param_groups):
+                return self.state_by_name(self.names)
             raise RuntimeError(
                 "Optimizer state has not been consolidated on this rank. "
                 f"Please call `consolidate_state_dict(to={self.group.index})` on "
@@ -310,8 +343,8 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             for group in self.param_groups
         ]
         state = self.partitioned.sharded(self._flat_groups)
-        own = {record.name: names[key] for key, record in self.partitioned.records.items()}
-        return {"state": {own[name]: values for name, values in state.items()}, "param_groups": groups}
+        renamed = {own: names[key] for key, own in self.names.items()}
+        return {"state": {renamed[name]: values for name, values in state.items()}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a state dict. All ranks call it.
@@ -330,7 +363,9 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         shapes = None
         if self._unit == "element":
             shapes = {record.name: tuple(record.param.shape) for record in self.partitioned.records.values()}
-        state, options, fault = saved.match_and_check(loaded, self._names, {}, shapes)
+        names = self.names
+        own = [[names[id(param)] for param in group["params"]] for group in self.param_groups]
+        state, options, fault = saved.match_and_check(loaded, own, {}, shapes)
         sharded = {key: x for key, x in state.items() if any(isinstance(t, ShardedTensor) for t in tensors_in(x))}
         agree(self.group, "load_state_dict", {"state": saved.outline(sharded)}, fault)
         for group, new in zip(self.param_groups, options, strict=True):

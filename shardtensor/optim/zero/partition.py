@@ -42,12 +42,15 @@ class BucketPlan:
     Attributes:
         members: their numbers, in the order in which they lie in the buffer.
         ranges: where they lie, and which elements each rank steps.
-        owners: the rank that steps each of them, if no parameter is divided.
     """
 
     members: tuple[int, ...]
     ranges: Ranges
-    owners: tuple[int, ...] | None
+
+    def owner(self, place: int) -> int | None:
+        """Return the rank that steps all of the parameter at a place among the members, if one does."""
+        sizes = self.ranges.sizes(place)
+        return sizes.index(max(sizes)) if max(sizes) == sum(sizes) else None
 
 
 def plan_buckets(
@@ -96,7 +99,7 @@ def plan_buckets(
 def _divided(members: Sequence[int], lengths: Sequence[int], ranks: int, grains: Sequence[int]) -> BucketPlan:
     order = tuple(sorted(members))
     ranges = lay_out([lengths[i] for i in order], ranks, [grains[i] for i in order])
-    return BucketPlan(order, ranges, None)
+    return BucketPlan(order, ranges)
 
 
 def _owned(members: Sequence[int], lengths: Sequence[int], ranks: int, loads: list[int]) -> BucketPlan:
@@ -104,4 +107,4 @@ def _owned(members: Sequence[int], lengths: Sequence[int], ranks: int, loads: li
     owners = assign_owners([lengths[i] for i in order], loads)
     by_owner = sorted(zip(owners, order, strict=True))
     ranges = lay_out_owned([lengths[i] for _, i in by_owner], ranks, [owner for owner, _ in by_owner])
-    return BucketPlan(tuple(i for _, i in by_owner), ranges, tuple(owner for owner, _ in by_owner))
+    return BucketPlan(tuple(i for _, i in by_owner), ranges)

@@ -11,11 +11,12 @@ import torch
 from torch import optim
 
 from shardtensor.comm.group import Group
+from shardtensor.errors import LayoutError
 from shardtensor.layout.layout import Layout
 from shardtensor.optim.flat_groups import FlatGroups
 from shardtensor.optim.named_params import ParamRecord
 from shardtensor.optim.state import is_scalar, mapped, scalar_value
-from shardtensor.spec.nodes import Replicate, Spec
+from shardtensor.spec.nodes import Cut, Replicate, Spec
 from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 from shardtensor.tensor.trees import map_tensors
@@ -37,12 +38,16 @@ class _Outline:
 class PartitionedState:
     """Which rank holds the state of which parameter, or of which of its elements.
 
+    Args:
+        by_rows: ranks that hold parts of a parameter hold whole rows.
+
     Attributes:
         records: by the id of a parameter. A record's leaf is empty on a rank that steps no element of it.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, *, by_rows: bool) -> None:
+        self._group, self._by_rows = group, by_rows
+        self._specs: dict[str, Spec | None] = {}
         self.records: dict[int, ParamRecord] = {}
         self._owners: dict[str, int | None] = {}
         self._holds: dict[str, bool] = {}
@@ -57,15 +62,20 @@ class PartitionedState:
             owner: the rank in the group that steps all of it, or None.
             sizes: how many of its elements each rank steps; None if it has an owner, or if every rank steps it.
         """
-        layout: Layout | None = None
+        spec: Spec | None = None
         if owner is not None:
-            layout = self._owned(owner, tuple(param.shape))
+            spec = Replicate().only(_AXIS, owner)
+        elif sizes is not None and self._by_rows and param.dim():
+            row = max(param.shape[1:].numel(), 1)
+            spec = Spec(Cut(_AXIS, sizes=tuple(size // row for size in sizes)), ...)
         elif sizes is not None:
-            layout = self._bound(Replicate().flat(_AXIS, sizes=tuple(sizes)), tuple(param.shape))
+            spec = Replicate().flat(_AXIS, sizes=tuple(sizes))
+        layout = None if spec is None else self._bound(spec, tuple(param.shape))
         held = param.detach().new_empty(0) if leaf is None else leaf
         group = None if layout is None else self._group
         self.records[id(param)] = ParamRecord(name, param, held, layout, group, param.dtype, param.device)
-        self._owners[name], self._holds[name] = owner, leaf is not None
+        self._specs[name], self._holds[name] = spec, leaf is not None
+        self._owners[name] = owner
 
     def leaf_of(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor that this rank steps for a parameter, if any."""
@@ -81,8 +91,25 @@ class PartitionedState:
     def _bound(self, spec: Spec, shape: tuple[int, ...]) -> Layout:
         return bind_named(spec, shape, mesh_of(self._group))
 
-    def _owned(self, owner: int, shape: tuple[int, ...]) -> Layout:
-        return self._bound(Replicate().only(_AXIS, owner), shape)
+    def _layout(self, record: ParamRecord, shape: Sequence[int]) -> Layout:
+        """Return the layout of a state tensor of a parameter, of this global shape."""
+        spec = self._specs[record.name]
+        assert spec is not None, "it is divided"
+        if spec.flat_part is not None and tuple(shape) != tuple(record.param.shape):
+            raise LayoutError(
+                f'a state tensor of "{record.name}" has another shape than the parameter, of which ranks hold ranges',
+                {"state": tuple(shape), "parameter": tuple(record.param.shape)},
+                'pass partition="owners"',
+            )
+        return self._bound(spec, tuple(shape))
+
+    def _global_shape(self, record: ParamRecord, local: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the global shape of a state tensor of which a rank holds a part of this shape."""
+        spec = self._specs[record.name]
+        if spec is None or spec.only_part is not None:
+            return local
+        shape = tuple(record.param.shape)
+        return shape if spec.flat_part is not None else (shape[0], *local[1:])
 
     # -- from the parts of all ranks --------------------------------------------------------------------------------
 
@@ -119,10 +146,11 @@ class PartitionedState:
             return outline if part is None else part
         if record.layout is None:
             return part
-        owner = self._owners[record.name]
-        layout = record.layout if owner is None else self._owned(owner, outline.shape)
+        layout = self._layout(record, self._global_shape(record, outline.shape))
         if part is None:
             part = torch.empty(0, dtype=outline.dtype, device=record.device)
+        elif layout.packed:
+            part = part.reshape(-1)
         return wrap(part, layout, None, self._group)
 
     def consolidated(self, flats: FlatGroups, to: int) -> dict[Any, Any] | None:
@@ -135,7 +163,7 @@ class PartitionedState:
 
         def sent(value: torch.Tensor) -> torch.Tensor:
             if isinstance(value, ShardedTensor):
-                value = local_as(value, self._owned(to, tuple(value.shape)), self._group)
+                value = local_as(value, self._bound(Replicate().only(_AXIS, to), tuple(value.shape)), self._group)
             return value.detach().to("cpu", copy=True) if is_here else value
 
         full = map_tensors(sent, state)
@@ -168,17 +196,17 @@ class PartitionedState:
             return mapped(value, lambda item, own: self._part(item, record, own, options), key)
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
-        owner, leaf = self._owners[record.name], record.leaf
+        leaf = record.leaf
         if is_scalar(value, record, key):
             return scalar_value(value, record, key, options)
-        if owner is not None:
-            value = local_as(value, self._owned(owner, tuple(value.shape)), self._group)
-        elif record.layout is not None:
-            value = local_as(value, record.layout, self._group)
+        if record.layout is not None:
+            value = local_as(value, self._layout(record, value.shape), self._group)
         elif isinstance(value, ShardedTensor):
             value = value.full_tensor()
         if not self._holds[record.name]:
             return None
+        if record.layout is not None and record.layout.packed:
+            value = value.reshape(leaf.shape)
         dtype = leaf.dtype if leaf.is_floating_point() or leaf.is_complex() else value.dtype
         return value.detach().to(record.device, dtype, copy=True)
 

@@ -10,8 +10,10 @@ import torch
 from shardtensor.comm.group import Group, Pending
 from shardtensor.errors import RuleError, StaleParameterError
 from shardtensor.layout.ranges import ANYWHERE, lay_out_owned
+from shardtensor.optim.update_units import UpdateUnit
 from shardtensor.optim.zero.partition import BucketPlan
 from shardtensor.tensor.bucket import Bucket, FlatShard
+from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 _SENT_ALONE_BYTES = 1 << 18
 """Smaller parameters are copied into one buffer for each owner: a broadcast costs the host more than the copies."""
@@ -41,19 +43,16 @@ class OwnerBroadcast:
         self._others = [flat for owner, flat in self._packed if owner != group.index]
         self._pending: list[Pending] = []
 
-    @torch.no_grad()
     def start(self) -> None:
-        """Start to send the values. All ranks call it."""
+        """Start to send the values. All ranks call it, without recording gradients."""
         if self._group.size == 1:
             return
         for flat in [] if self._as_views else self._own:
             torch._foreach_copy_(flat.views, flat.params)
-        # In the order of owners, which is the same on all ranks.
-        messages = [(owner, param.detach()) for owner, param in self._alone]
-        messages += [(owner, flat.buffer) for owner, flat in self._packed]
-        self._pending = [self._group.broadcast_async(t, owner) for owner, t in sorted(messages, key=lambda m: m[0])]
+        alone = [self._group.broadcast_async(param.detach(), owner) for owner, param in self._alone]
+        packed = [self._group.broadcast_async(flat.buffer, owner) for owner, flat in self._packed]
+        self._pending = alone + packed
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Wait until the parameters have their new values."""
         pending, self._pending = self._pending, []
@@ -79,74 +78,90 @@ class _Flat:
         self.params = list(params)
         shapes = [tuple(param.shape) for param in params]
         ranges = lay_out_owned([param.numel() for param in params], 1, [0] * len(params))
-        bucket = Bucket([ANYWHERE] * len(shapes), shapes, ranges, index=0)
         self.buffer = torch.zeros(ranges.total, dtype=params[0].dtype, device=params[0].device)
-        self.views, _ = bucket.views(self.buffer)
+        self.views, _ = Bucket([ANYWHERE] * len(shapes), shapes, ranges, index=0).views(self.buffer)
         self._pointers = [view.data_ptr() for view in self.views]
         if as_views:
             self.attach()
-            shard = FlatShard(self.buffer, bucket.starts)
-            for i, param in enumerate(params):
-                param._flat_shard = shard, i  # type: ignore[attr-defined]
 
     def attach(self) -> None:
         """Make parameters that are no views of the buffer views of it, with their values."""
-        if [param.data_ptr() for param in self.params] != self._pointers:
+        if list(map(_data_ptr, self.params)) != self._pointers:
             attach(self.params, self.views)
 
 
 class ParamBucket:
     """Parameters that are views of one buffer, of which each rank steps one range.
 
+    Args:
+        unit: what the optimizer class updates together.
+        is_reduced: gradients are reduced to this rank's range, and are adjacent there.
+
     Attributes:
-        leaves: by the number of a parameter, the tensor that this rank steps: the parameter's elements in its range.
-        pieces: by the number of a parameter, the first and the last of those elements, of the flat parameter.
+        leaves: by the number of a parameter, the tensor that this rank steps: all of the parameter, whole rows, or
+            the flat elements in its range.
     """
 
-    def __init__(self, params: Params, plan: BucketPlan, group: Group) -> None:
-        self.plan, self._group = plan, group
+    def __init__(self, params: Params, plan: BucketPlan, group: Group, *, unit: UpdateUnit, is_reduced: bool) -> None:
+        self.plan, self.group = plan, group
         self.params = [params[i] for i in plan.members]
         shapes = [tuple(param.shape) for param in self.params]
-        self._bucket = Bucket([ANYWHERE] * len(shapes), shapes, plan.ranges, group.index)
+        self.bucket = Bucket([ANYWHERE] * len(shapes), shapes, plan.ranges, group.index)
         first = self.params[0]
         self.values = torch.zeros(plan.ranges.total, dtype=first.dtype, device=first.device)
-        self._views, _ = self._bucket.views(self.values)
+        self._views, _ = self.bucket.views(self.values)
         self._pointers = [view.data_ptr() for view in self._views]
         attach(self.params, self._views)
-        self._shard = self._bucket.own(self.values)
-        flat_shard = FlatShard(self._shard, self._bucket.starts)
+        self._shard = self.bucket.own(self.values)
+        flat_shard = FlatShard(self._shard, self.bucket.starts)
+        # One flat tensor is stepped faster than many small ones, also if gradients have to be copied together for it.
+        is_small = self._shard.nbytes <= _SENT_ALONE_BYTES * (len(shapes) // group.size + 1)
+        self._packs = unit == "element" and is_small and not is_reduced
         self.leaves: dict[int, torch.Tensor] = {}
-        self.pieces: dict[int, tuple[int, int]] = {}
-        for j, (i, shard) in enumerate(zip(plan.members, self._bucket.flat_shards(self._shard), strict=True)):
-            piece = plan.ranges.piece(j, group.index)
-            if piece[0] < piece[1] or (plan.owners is not None and plan.owners[j] == group.index):
-                leaf: Any = shard if plan.owners is None else shard.view(shapes[j])
-                leaf = leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+        self._own: list[tuple[int, torch.Tensor, torch.Tensor, tuple[int, int]]] = []
+        for j, (i, shard) in enumerate(zip(plan.members, self.bucket.flat_shards(self._shard), strict=True)):
+            start, stop = plan.ranges.piece(j, group.index)
+            if start == stop:
+                continue
+            leaf: Any = shard
+            if stop - start == plan.ranges.lengths[j]:
+                leaf = shard.view(shapes[j])
+            elif unit == "row":
+                leaf = shard.view(-1, *shapes[j][1:])
+            leaf = leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+            if self._packs or (unit == "element" and is_reduced):
                 leaf._flat_shard = flat_shard, j
-                self.leaves[i], self.pieces[i] = leaf, piece
+            self.leaves[i] = leaf
+            self._own.append((j, self.params[j], leaf, (start, stop)))
+        self._packed: list[torch.Tensor] = []
         self._pending: Pending | None = None
 
     def set_gradients(self) -> None:
         """Set the gradients of leaves to this rank's elements of the parameters' gradients."""
-        for i, param in zip(self.plan.members, self.params, strict=True):
-            leaf, grad = self.leaves.get(i), param.grad
-            if leaf is None:
-                continue
-            if grad is not None and grad.layout is not torch.strided:
-                raise RuleError(
-                    "a gradient is sparse, and ranges of flat buffers have dense gradients",
-                    fix='make the embedding with sparse=False, or pass partition="owners"',
-                )
-            if grad is None or self.plan.owners is not None:
-                leaf.grad = grad
-            else:
-                start, stop = self.pieces[i]
-                leaf.grad = grad.reshape(-1)[start:stop]
+        found = [_own_elements(param.grad, leaf.shape, piece) for _, param, leaf, piece in self._own]
+        if self._packs and not any([grad is None for grad in found]):
+            found = self._pack(found)  # type: ignore[arg-type]
+        for (_, _, leaf, _), grad in zip(self._own, found, strict=True):
+            leaf.grad = grad
+
+    @torch.no_grad()
+    def _pack(self, grads: list[torch.Tensor]) -> list[Any]:
+        """Return copies of gradients that are adjacent, so that they are stepped as one."""
+        if not self._packed:
+            shards = self.bucket.flat_shards(torch.zeros_like(self._shard))
+            self._packed = [shards[j].view(leaf.shape) for j, _, leaf, _ in self._own]
+        torch._foreach_copy_(self._packed, grads)
+        return self._packed
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of leaves, which keep the memory of parameters' gradients."""
+        for _, _, leaf, _ in self._own:
+            leaf.grad = None
 
     def start(self) -> None:
         """Start to gather the values. All ranks call it."""
-        if self._group.size > 1:
-            self._pending = self._group.all_gather_into(self.values, self._shard)
+        if self.group.size > 1:
+            self._pending = self.group.all_gather_into(self.values, self._shard)
 
     def finish(self) -> None:
         """Wait until the parameters have their new values."""
@@ -157,8 +172,25 @@ class ParamBucket:
 
     def attach(self) -> None:
         """Make replaced parameters views of the buffer again, with their new values."""
-        if [param.data_ptr() for param in self.params] != self._pointers:
+        if list(map(_data_ptr, self.params)) != self._pointers:
             attach(self.params, self._views)
+
+
+_data_ptr = torch.Tensor.data_ptr
+
+
+def _own_elements(grad: Any, shape: torch.Size, piece: tuple[int, int]) -> torch.Tensor | None:
+    """Return the elements `piece` of a parameter's gradient, in the shape of the leaf."""
+    if grad is None or (type(grad) is torch.Tensor and grad.shape == shape and grad.layout is torch.strided):
+        return grad
+    if isinstance(grad, ShardedTensor):
+        return grad._local.view(shape)
+    if grad.layout is not torch.strided:
+        raise RuleError(
+            "a gradient is sparse, and ranges of flat buffers have dense gradients",
+            fix='make the embedding with sparse=False, or pass partition="owners"',
+        )
+    return grad.reshape(-1)[piece[0] : piece[1]].view(shape)
 
 
 @torch.no_grad()

@@ -1,0 +1,217 @@
+"""Gradients that are reduced to the ranks that step them, while backward runs: ZeRO stage 2.
+
+After backward a rank holds the gradients of the parameters, or of the elements, that it steps: ``grad`` of a parameter
+is a ShardedTensor, so that norms and clipping are global.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardtensor.comm.group import Group, Pending
+from shardtensor.comm.streams import Streams
+from shardtensor.errors import RuleError
+from shardtensor.layout.ranges import REDUCE_BUFFERS
+from shardtensor.optim.named_params import ParamRecord
+from shardtensor.optim.zero.values import ParamBucket
+from shardtensor.parallel.backward_reducer import BackwardReducer
+from shardtensor.parallel.gradient_buckets import Gradient
+from shardtensor.tensor.bucket import GradientBuffer
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrapper_over
+
+
+class PartitionedGradients:
+    """Averages the gradients of parameters over the ranks, each to the ranks that step it, while backward runs.
+
+    Args:
+        buckets: the parameters.
+        records: by the id of a parameter: its name, and the layout of its gradient.
+    """
+
+    def __init__(self, buckets: Sequence[ParamBucket], records: Mapping[int, ParamRecord], group: Group) -> None:
+        self._group, self._records = group, records
+        self._reducer = BackwardReducer(self._finish)
+        self._buckets = [ReducedBucket(bucket, records, self._reducer) for bucket in buckets]
+        self._inputs: dict[Any, ReduceInputs] = {}
+        for bucket in self._buckets:
+            inputs = self._inputs.setdefault(bucket.kind, ReduceInputs(*bucket.kind))
+            inputs.fit(bucket.total)
+            bucket.inputs = inputs
+        self._hooks: list[Any] = []
+        self._trains: list[bool] = []
+        self.refresh()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether backward reduces gradients; else it accumulates them."""
+        return self._reducer.is_on
+
+    @is_on.setter
+    def is_on(self, value: bool) -> None:
+        self._reducer.is_on = value
+
+    def refresh(self) -> None:
+        """Forget a backward that an error stopped; hook parameters again if others require a gradient now."""
+        self._reducer.start_over()
+        trains = [param.requires_grad for bucket in self._buckets for param in bucket.params]
+        if trains == self._trains:
+            return
+        self._trains = trains
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for bucket in self._buckets:
+            bucket.gradients = []
+            for i, param in enumerate(bucket.params):
+                if param.requires_grad:
+                    name = self._records[id(param)].name
+                    bucket.gradients.append(Gradient(name, param, param, self._group, 1.0, param.dtype))
+                    self._hooks.append(param.register_hook(partial(_keep, weakref.ref(bucket), i)))
+        gradients = [gradient for bucket in self._buckets for gradient in bucket.gradients]
+        self._reducer.refuse_second(gradients, None)
+        self._reducer.set_buckets(gradients, [bucket for bucket in self._buckets if bucket.gradients])
+
+    def _finish(self, buckets: Sequence[ReducedBucket]) -> None:
+        """Wait for the reductions, and set the gradients."""
+        has = [used for bucket in buckets for used in bucket.used]
+        first = buckets[0].params[0]
+        flags: dict[str, Any] = {"dtype": torch.float32, "device": first.device}
+        sent = torch.ones(len(has), **flags) if all(has) else torch.tensor(has, **flags)  # the host waits for a list
+        pending = self._group.all_reduce_async(sent, "max")
+        for inputs in self._inputs.values():
+            inputs.join()
+        found = pending.wait()
+        used = iter(has if all(has) else found.ne(0).tolist())
+        for bucket in buckets:
+            bucket.finish([next(used) for _ in bucket.used])
+
+
+def _keep(find: weakref.ref[ReducedBucket], i: int, _: torch.Tensor) -> None:
+    """Before autograd adds to the gradient of a parameter: put aside one that is reduced already."""
+    bucket = find()
+    if bucket is not None:
+        bucket.keep(i)
+
+
+class ReducedBucket:
+    """Gradients of a bucket of parameters that are reduced together.
+
+    Attributes:
+        gradients: of the parameters that require one.
+        waiting: how many of them backward has not computed yet.
+        pending: the reduction, once it is started.
+        used: whether this rank has a gradient of each parameter.
+        inputs: buffers that buckets of this kind are packed in.
+    """
+
+    inputs: ReduceInputs
+
+    def __init__(self, bucket: ParamBucket, records: Mapping[int, ParamRecord], reducer: BackwardReducer) -> None:
+        self.params, self._bucket, self._group = bucket.params, bucket.bucket, bucket.group
+        self._records = [records[id(param)] for param in bucket.params]
+        self.kind = (bucket.values.dtype, bucket.values.device)
+        self.total = bucket.plan.ranges.total
+        self.gradients: list[Gradient] = []
+        self._kept: dict[int, torch.Tensor] = {}
+        self._sum: torch.Tensor | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Wait for all gradients again."""
+        self.waiting = len(self.gradients)
+        self.pending: Pending | None = None
+        self.used: list[bool] = []
+
+    def keep(self, i: int) -> None:
+        """Put aside the gradient of a parameter if it is reduced already: `finish` adds it."""
+        grad = self.params[i].grad
+        if isinstance(grad, ShardedTensor):
+            self._kept[i] = grad._local
+            self.params[i].grad = None
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Start to reduce the gradients, zeros for missing ones; this rank's full gradients are dropped."""
+        for i, param in enumerate(self.params):
+            self.keep(i)
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                raise RuleError(
+                    f"the gradient of `{self._records[i].name}` is sparse, and flat buffers have dense gradients",
+                    fix="make the embedding with sparse=False",
+                )
+        self._sum = torch.empty(self._bucket.chunk, dtype=self.kind[0], device=self.kind[1])
+        self.used, self.pending = self.inputs.reduce(self, self._sum, self._group)
+
+    def buffer(self, memory: torch.Tensor) -> GradientBuffer:
+        """Return the gradient buffer of this bucket in `memory`."""
+        return self._bucket.gradient_buffer(memory[: self.total])
+
+    @torch.no_grad()
+    def finish(self, used: Sequence[bool]) -> None:
+        """Set the gradients of parameters of which any rank has one."""
+        assert self._sum is not None and self.pending is not None, "it was started"
+        self.pending.wait()
+        total, self._sum = self._sum.div_(self._group.size), None
+        kept, self._kept = self._kept, {}
+        for i, shard in enumerate(self._bucket.flat_shards(total)):
+            if not used[i] and i not in kept:
+                continue
+            layout = self._records[i].layout
+            assert layout is not None, "it is divided"
+            local = shard.view(layout.local_shape(self._group.rank))
+            if i in kept:
+                local = local.add_(kept[i]) if used[i] else kept[i]
+            self.params[i].grad = wrapper_over(local, layout, None, self._group)
+
+
+class ReduceInputs:
+    """Buffers that gradients are packed in to be reduced, a few at a time, and the stream of the reductions."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device, self._size, self._turn = dtype, device, 0, 0
+        self._streams = Streams(device)
+        self._stream = self._streams.stream()
+        self._memory: list[torch.Tensor] = []
+        self._pending: list[tuple[Pending, Any] | None] = [None] * REDUCE_BUFFERS
+        self._events = [self._streams.event() for _ in range(REDUCE_BUFFERS)]
+        self._buffers: dict[tuple[int, int], GradientBuffer] = {}
+
+    def fit(self, size: int) -> None:
+        """Make the buffers large enough for a bucket of this many elements."""
+        self._size = max(self._size, size)
+
+    def reduce(self, bucket: ReducedBucket, out: torch.Tensor, group: Group) -> tuple[list[bool], Pending]:
+        """Pack a bucket's gradients, drop them, and start to sum them into `out`; return which gradients there are."""
+        self._streams.refresh()
+        if not self._memory:
+            kind: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
+            self._memory = [torch.empty(self._size, **kind) for _ in range(REDUCE_BUFFERS)]
+        turn = self._turn
+        self._turn = (turn + 1) % REDUCE_BUFFERS
+        before = self._pending[turn]
+        if before is not None:
+            before[0].wait()
+            self._streams.wait(self._events[turn])
+        key = id(bucket), turn
+        if key not in self._buffers:
+            self._buffers[key] = bucket.buffer(self._memory[turn])
+        buffer = self._buffers[key]
+        used = buffer.pack([param.grad for param in bucket.params])
+        for param in bucket.params:
+            param.grad = None
+        self._stream.follow()
+        with self._stream:
+            pending = group.reduce_scatter_into(out, buffer.packed)
+        self._stream.mark(self._events[turn])
+        self._pending[turn] = pending, out
+        return used, pending
+
+    def join(self) -> None:
+        """Make the caller's stream wait for all reductions."""
+        self._stream.join()
+        self._pending = [None] * REDUCE_BUFFERS
