@@ -196,7 +196,7 @@ def exchange(local: torch.Tensor, step: Step, subgroup: Group, rank: int) -> tor
         out = local.new_empty(plan.shape)
     else:
         out = local.new_empty(plan.shape)
-        received = out.view(-1) if recv.in_order else local.new_empty(recv.total)
+        received = out.view(-1)[: recv.total] if recv.in_order else local.new_empty(recv.total)
         subgroup.all_to_all(sent, send.counts, recv.counts, received)
     if not recv.in_order:
         for strided, packed in recv.copies.between(out, received):

@@ -62,7 +62,8 @@ def _some_sizes(items: list[Any], mark: int) -> list[Any]:
     places: dict[Any, int] = {}
     kept = []
     for item in items:
-        others = tuple(place for name, place in item.callspec.indices.items() if name not in ("size", "world"))
+        params = item.callspec.params.items()
+        others = tuple((name, repr(value)) for name, value in params if name not in ("size", "world"))
         place = mark + places.setdefault(others, len(places))
         size = item.callspec.params["size"]
         if size == turns[place % len(turns)] or (size == 1 and place % 4 == 0):

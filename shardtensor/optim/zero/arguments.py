@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+
+from shardtensor.comm.agree import agree
+from shardtensor.comm.group import Group
+from shardtensor.errors import RuleError, ShardTensorError
+from shardtensor.optim.named_params import params_text
+from shardtensor.optim.update_units import UpdateUnit
+from shardtensor.optim.zero.partition import Partition
+from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 OWN_KEYS = frozenset({"params", "param_names"})
 """Keys of a group that differ between this optimizer and the inner one, which has this rank's part."""
@@ -55,3 +64,58 @@ def as_list(params: Any) -> list[Any]:
 def members_of(params: Any) -> list[Any]:
     """Return the parameters of a group, which may be a generator, as a list."""
     return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def check_overlap(
+    optimizer_class: Any, unit: UpdateUnit, partition: Partition, overlap_with_ddp: bool, overlap_gradients: bool
+) -> None:
+    """Raise if these arguments contradict each other.
+
+    Raises:
+        ValueError: a value is unknown, or gradients would be reduced twice.
+        RuleError: the class cannot step a part of the parameters.
+    """
+    if partition not in ("owners", "ranges"):
+        raise ValueError(f'partition is "owners" or "ranges", not {partition!r}')
+    if overlap_with_ddp and (overlap_gradients or partition == "ranges"):
+        other = "overlap_gradients" if overlap_gradients else 'partition="ranges"'
+        raise ValueError(
+            f"overlap_with_ddp and {other} exclude each other: DDP reduces all gradients to all ranks, in buckets of "
+            "its own. Leave one out; overlap_gradients=True needs no DDP"
+        )
+    if unit == "all" and (overlap_with_ddp or overlap_gradients):
+        raise RuleError(
+            f"{optimizer_class.__name__} updates all parameters together, so every rank has to step all of them",
+            fix="leave overlap_with_ddp and overlap_gradients out",
+        )
+
+
+def copy_group(group: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    """Return a deep copy of a parameter group, as an argument."""
+    copied = {key: copy.deepcopy(value, memo) for key, value in group.items() if key not in OWN_KEYS}
+    params = [copy.deepcopy(param, memo) for param in group["params"]]
+    names = group.get("param_names")
+    return {**copied, "params": params if names is None else list(zip(names, params, strict=True))}
+
+
+def agree_on(ranks: Group, call: str, options: str, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise on every rank if options or parameters differ between ranks, or cannot be partitioned."""
+    fault: ShardTensorError | None = None
+    texts = []
+    for group in groups:
+        names = group.get("param_names") or [str(i) for i in range(len(group["params"]))]
+        pairs = list(zip(names, group["params"], strict=True))
+        texts.append(params_text({"params": pairs}))
+        sharded = [name for name, param in pairs if isinstance(param, ShardedTensor)]
+        if sharded:
+            fault = RuleError(
+                "ZeroRedundancyOptimizer steps parameters that every rank holds whole, and some are sharded",
+                {"sharded": ", ".join(sharded[:8])},
+                "step sharded parameters with ShardedOptimizer: it sends nothing",
+            )
+    agree(ranks, call, {"options": options, "parameters": "\n\n".join(texts)}, fault)
+
+
+def one_axis(group: Group) -> Group:
+    """Return the group as one axis of ranks."""
+    return group if group.mesh is None else group.subgroup(list(group.ranks))

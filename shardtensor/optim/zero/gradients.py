@@ -29,21 +29,27 @@ class PartitionedGradients:
     """Averages the gradients of parameters over the ranks, each to the ranks that step it, while backward runs.
 
     Args:
-        buckets: the parameters.
         records: by the id of a parameter: its name, and the layout of its gradient.
+        group: the ranks.
     """
 
-    def __init__(self, buckets: Sequence[ParamBucket], records: Mapping[int, ParamRecord], group: Group) -> None:
+    def __init__(self, records: Mapping[int, ParamRecord], group: Group) -> None:
         self._group, self._records = group, records
         self._reducer = BackwardReducer(self._finish)
-        self._buckets = [ReducedBucket(bucket, records, self._reducer) for bucket in buckets]
+        self._buckets: list[ReducedBucket] = []
         self._inputs: dict[Any, ReduceInputs] = {}
+        self._hooks: list[Any] = []
+        self._trains: list[bool] = []
+
+    def set_buckets(self, buckets: Sequence[ParamBucket]) -> None:
+        """Reduce the gradients of these buckets from now on."""
+        self._buckets = [ReducedBucket(bucket, self._records) for bucket in buckets]
+        self._inputs = {}
         for bucket in self._buckets:
             inputs = self._inputs.setdefault(bucket.kind, ReduceInputs(*bucket.kind))
             inputs.fit(bucket.total)
             bucket.inputs = inputs
-        self._hooks: list[Any] = []
-        self._trains: list[bool] = []
+        self._trains = []
         self.refresh()
 
     @property
@@ -87,8 +93,10 @@ class PartitionedGradients:
             inputs.join()
         found = pending.wait()
         used = iter(has if all(has) else found.ne(0).tolist())
-        for bucket in buckets:
-            bucket.finish([next(used) for _ in bucket.used])
+        with torch.no_grad():
+            torch._foreach_div_([bucket.summed() for bucket in buckets], self._group.size)
+            for bucket in buckets:
+                bucket.finish([next(used) for _ in bucket.used])
 
 
 def _keep(find: weakref.ref[ReducedBucket], i: int, _: torch.Tensor) -> None:
@@ -111,9 +119,14 @@ class ReducedBucket:
 
     inputs: ReduceInputs
 
-    def __init__(self, bucket: ParamBucket, records: Mapping[int, ParamRecord], reducer: BackwardReducer) -> None:
+    def __init__(self, bucket: ParamBucket, records: Mapping[int, ParamRecord]) -> None:
         self.params, self._bucket, self._group = bucket.params, bucket.bucket, bucket.group
-        self._records = [records[id(param)] for param in bucket.params]
+        self._names = [records[id(param)].name for param in bucket.params]
+        self._layouts: list[tuple[Any, tuple[int, ...]]] = []
+        for param in bucket.params:
+            layout = records[id(param)].layout
+            assert layout is not None, "parameters in buckets are divided"
+            self._layouts.append((layout, layout.local_shape(self._group.rank)))
         self.kind = (bucket.values.dtype, bucket.values.device)
         self.total = bucket.plan.ranges.total
         self.gradients: list[Gradient] = []
@@ -141,7 +154,7 @@ class ReducedBucket:
             self.keep(i)
             if param.grad is not None and param.grad.layout is not torch.strided:
                 raise RuleError(
-                    f"the gradient of `{self._records[i].name}` is sparse, and flat buffers have dense gradients",
+                    f"the gradient of `{self._names[i]}` is sparse, and flat buffers have dense gradients",
                     fix="make the embedding with sparse=False",
                 )
         self._sum = torch.empty(self._bucket.chunk, dtype=self.kind[0], device=self.kind[1])
@@ -151,19 +164,22 @@ class ReducedBucket:
         """Return the gradient buffer of this bucket in `memory`."""
         return self._bucket.gradient_buffer(memory[: self.total])
 
-    @torch.no_grad()
-    def finish(self, used: Sequence[bool]) -> None:
-        """Set the gradients of parameters of which any rank has one."""
+    def summed(self) -> torch.Tensor:
+        """Wait for the reduction, and return this rank's range of the sum."""
         assert self._sum is not None and self.pending is not None, "it was started"
         self.pending.wait()
-        total, self._sum = self._sum.div_(self._group.size), None
+        return self._sum
+
+    def finish(self, used: Sequence[bool]) -> None:
+        """Set the gradients of parameters of which any rank has one to their parts of the average."""
+        average, self._sum = self._sum, None
+        assert average is not None, "it was summed"
         kept, self._kept = self._kept, {}
-        for i, shard in enumerate(self._bucket.flat_shards(total)):
+        for i, shard in enumerate(self._bucket.flat_shards(average)):
             if not used[i] and i not in kept:
                 continue
-            layout = self._records[i].layout
-            assert layout is not None, "it is divided"
-            local = shard.view(layout.local_shape(self._group.rank))
+            layout, shape = self._layouts[i]
+            local = shard.view(shape)
             if i in kept:
                 local = local.add_(kept[i]) if used[i] else kept[i]
             self.params[i].grad = wrapper_over(local, layout, None, self._group)

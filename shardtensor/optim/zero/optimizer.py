@@ -3,9 +3,9 @@ new values to all ranks."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,18 +17,24 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError, ShardTensorError
-from shardtensor.optim import state_dict as saved
-from shardtensor.optim.flat_groups import FlatGroups, step_without_hooks
-from shardtensor.optim.named_params import params_text
 from shardtensor.optim.state import ParamState, start_state
 from shardtensor.optim.update_units import UpdateUnit, update_unit
-from shardtensor.optim.zero.arguments import OWN_KEYS, as_list, copy_options, members_of
+from shardtensor.optim.zero.arguments import (
+    OWN_KEYS,
+    agree_on,
+    as_list,
+    check_overlap,
+    copy_group,
+    copy_options,
+    members_of,
+    one_axis,
+)
 from shardtensor.optim.zero.division import Division
 from shardtensor.optim.zero.gradients import PartitionedGradients
+from shardtensor.optim.zero.part_step import PartStep
 from shardtensor.optim.zero.partition import Partition
 from shardtensor.optim.zero.state import PartitionedState
-from shardtensor.tensor.sharded_tensor import ShardedTensor
-from shardtensor.tensor.trees import tensors_in
+from shardtensor.optim.zero.state_dict import load, state_by_name
 
 if TYPE_CHECKING:
     from shardtensor.optim.zero.ddp_hooks import DDPOverlap
@@ -57,7 +63,8 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         partition: ``"owners"``: each parameter is stepped by one rank; the largest parameters are assigned first, each
             to the rank with the fewest elements. ``"ranges"``: parameters are views of flat buffers, of which each rank
             steps an equal range, whatever their sizes. A range does not divide what the class updates together: an
-            element for torch's elementwise classes, a row or a parameter for others (`update_unit`).
+            element for torch's elementwise classes, a row or a parameter for others (`update_unit`). None: owners;
+            ranges for elementwise classes with `overlap_gradients`.
         overlap_gradients: average gradients, too, without DDP: each bucket as soon as backward has computed it, to the
             ranks that step it (ZeRO stage 2). After backward ``grad`` of a parameter is a ShardedTensor; this rank
             holds what it steps. Parameters are views of buckets; their values are copied from the first rank now.
@@ -86,6 +93,8 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         [0.5, 0.5]
     """
 
+    _is_copy = False  # while it is deep-copied: a rank may copy it alone
+
     def __init__(
         self,
         params: Params,
@@ -94,63 +103,79 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
-        partition: Partition = "owners",
+        partition: Partition | None = None,
         overlap_gradients: bool = False,
         bucket_mib: float = 64.0,
         **defaults: Any,
     ) -> None:
         groups = as_list(params)
-        self.process_group, self.overlap_with_ddp = process_group, overlap_with_ddp
-        self.partition: Partition = partition
-        self.parameters_as_bucket_view = parameters_as_bucket_view
-        self.optimizer_class = optimizer_class
-        self._unit: UpdateUnit = update_unit(optimizer_class)
+        self._arguments = {"optimizer_class": optimizer_class, "process_group": process_group, **defaults} | {
+            "parameters_as_bucket_view": parameters_as_bucket_view,
+            "overlap_with_ddp": overlap_with_ddp,
+            "partition": partition,
+            "overlap_gradients": overlap_gradients,
+            "bucket_mib": bucket_mib,
+        }
+        self.unit: UpdateUnit = update_unit(optimizer_class)
+        if partition is None:
+            partition = "ranges" if overlap_gradients and self.unit == "element" else "owners"
+        check_overlap(optimizer_class, self.unit, partition, overlap_with_ddp, overlap_gradients)
+        self.process_group, self.overlap_with_ddp, self.partition = process_group, overlap_with_ddp, partition
+        self.parameters_as_bucket_view, self.optimizer_class = parameters_as_bucket_view, optimizer_class
         self._options = defaults
         self._is_built = False
         optim.Optimizer.__init__(self, groups, defaults)
         Joinable.__init__(self)
         self._is_built = True
-        self.group: Group = _without_mesh(as_group(process_group))
-        self._agree("ZeroRedundancyOptimizer", call_text(optimizer_class, (partition,), defaults), self.param_groups)
+        self.group: Group = one_axis(as_group(process_group))
+        if not self._is_copy:
+            options = (partition, parameters_as_bucket_view, overlap_with_ddp, overlap_gradients, bucket_mib)
+            call = call_text(optimizer_class, tuple(map(str, options)), defaults)
+            agree_on(self.group, "ZeroRedundancyOptimizer", call, self.param_groups)
         self._division = Division(
-            *(self.group, self._unit, partition, bucket_mib * 2**20),
+            *(self.group, self.unit, partition, bucket_mib * 2**20),
             as_views=parameters_as_bucket_view,
             is_reduced=overlap_gradients,
         )
-        self.partitioned = PartitionedState(self.group, by_rows=self._unit == "row")
+        self.partitioned = PartitionedState(self.group, by_rows=self.unit == "row")
         self._consolidated: dict[Any, Any] | None = None
         for group in self.param_groups:
             self._divide(group)
         self.optim = self._make([self._inner_group(group) for group in self.param_groups])
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
-        self._flat_groups = FlatGroups(self.optim)
-        self.state = ParamState(self._flat_groups, self.partitioned.records)  # type: ignore[assignment]
+        self._part = PartStep(self.optim, self._division, is_elementwise=self.unit == "element")
+        self.flat_groups = self._part.flat_groups
+        self.state = ParamState(self.flat_groups, self.partitioned.records)  # type: ignore[assignment]
         self.overlap: DDPOverlap | None = None  # a hook sets it
-        self._gradients: PartitionedGradients | None = None
-        if overlap_gradients:
-            self._division.copy_from_first()
-            self._gradients = PartitionedGradients(self._division.buckets, self.partitioned.records, self.group)
+        self._gradients = PartitionedGradients(self.partitioned.records, self.group) if overlap_gradients else None
+        self._reduce_buckets()
+
+    def _reduce_buckets(self) -> None:
+        """Reduce the gradients of all buckets in backward from now on."""
+        if self._gradients is not None:
+            if not self._is_copy:
+                self._division.copy_from_first()
+            self._gradients.set_buckets(self._division.buckets)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroRedundancyOptimizer:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied._is_copy = True
+        groups = [copy_group(group, memo) for group in self.param_groups]
+        copied.__init__(groups, **self._arguments)  # type: ignore[misc]
+        for old, new in zip(self.partitioned.records.values(), copied.partitioned.records.values(), strict=True):
+            state = self.flat_groups.state_of(old.leaf)
+            if state:
+                copied.optim.state[new.leaf] = copy.deepcopy(dict(state), memo)
+        copied._is_copy = False
+        return copied
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a ZeroRedundancyOptimizer cannot be pickled: it has a process group. Save its state_dict()")
 
     def _make(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
         return self.optimizer_class(groups, **self._options)
-
-    def _agree(self, call: str, options: str, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Raise on every rank if options or parameters differ between ranks, or cannot be partitioned."""
-        fault: ShardTensorError | None = None
-        texts = []
-        for group in groups:
-            names = group.get("param_names") or [str(i) for i in range(len(group["params"]))]
-            pairs = list(zip(names, group["params"], strict=True))
-            texts.append(params_text({"params": pairs}))
-            sharded = [name for name, param in pairs if isinstance(param, ShardedTensor)]
-            if sharded:
-                fault = RuleError(
-                    "ZeroRedundancyOptimizer steps parameters that every rank holds whole, and some are sharded",
-                    {"sharded": ", ".join(sharded[:8])},
-                    "step sharded parameters with ShardedOptimizer: it sends nothing",
-                )
-        agree(self.group, call, {"options": options, "parameters": "\n\n".join(texts)}, fault)
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -167,14 +192,15 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             return
         group = self.param_groups[-1]
         try:
-            self._agree("add_param_group", call_text(None, (), param_group), [group])
+            agree_on(self.group, "add_param_group", call_text(None, (), param_group), [group])
         except ShardTensorError:
             del self.param_groups[-1]
             raise
-        self._flat_groups.split_all()
+        self.flat_groups.split_all()
         self._divide(group)
         self.optim.add_param_group(self._inner_group(group))
         start_state(self.optim, self._make, self.optim.param_groups[-1])
+        self._reduce_buckets()
         copy_options(self.optim.param_groups, self.param_groups)
 
     def _divide(self, group: Mapping[str, Any]) -> None:
@@ -217,51 +243,14 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         self._division.attach()
         if self._gradients is not None:
             self._gradients.refresh()
-        loss = self._step_part(closure, kwargs)
+        loss = self._part.step(self.param_groups, closure, kwargs)
         self._division.drop_gradients()
         self._division.send()
         return loss
 
-    def _step_part(self, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]) -> Any:
-        """Step this rank's part."""
-        copy_options(self.param_groups, self.optim.param_groups)
-        step = partial(step_without_hooks, self.optim, **kwargs)
-        if self._unit == "element" and self._division.buckets:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._division.set_gradients()
-            self._flat_groups.step(self.optim.param_groups, step)
-        elif closure is None:
-            self._division.set_gradients()
-            loss = step()
-        else:
-            loss = step(closure=partial(self._closure, closure) if callable(closure) else closure)
-        copy_options(self.optim.param_groups, self.param_groups)
-        return loss
-
     def step_with(self, grads: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Step this rank's parameters among those that have a gradient here, with that gradient."""
-        own = {param: param.grad for param in grads if self.partitioned.leaf_of(param) is not None}
-        groups = self.optim.param_groups
-        params = [group["params"] for group in groups]
-        try:
-            for group in groups:
-                group["params"] = [param for param in group["params"] if param in own]
-            for param in own:
-                param.grad = grads[param]
-            self._step_part(None, {})
-        finally:
-            for group, members in zip(groups, params, strict=True):
-                group["params"] = members
-            for param, grad in own.items():
-                param.grad = grad
-
-    def _closure(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        self._division.set_gradients()
-        return loss
+        """Step this rank's parameters among those that have a gradient here, with that gradient; sends nothing."""
+        self._part.step_with(grads, self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or set them to zero."""
@@ -304,7 +293,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         """
         agree(self.group, "consolidate_state_dict", {"to": str(to)})
         copy_options(self.param_groups, self.optim.param_groups)
-        self._consolidated = self.partitioned.consolidated(self._flat_groups, to)
+        self._consolidated = self.partitioned.consolidated(self.flat_groups, to)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters.
@@ -335,16 +324,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
         All ranks call it; it sends only the shapes and dtypes of the state.
         """
-        groups = [
-            {
-                **{k: v for k, v in group.items() if k not in OWN_KEYS},
-                "params": [names[id(p)] for p in group["params"]],
-            }
-            for group in self.param_groups
-        ]
-        state = self.partitioned.sharded(self._flat_groups)
-        renamed = {own: names[key] for key, own in self.names.items()}
-        return {"state": {renamed[name]: values for name, values in state.items()}, "param_groups": groups}
+        return state_by_name(self, names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a state dict. All ranks call it.
@@ -359,21 +339,8 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         loaded: dict[str, Any] = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
-        loaded["state"] = {key: values for key, values in loaded["state"].items() if values is not None}
-        shapes = None
-        if self._unit == "element":
-            shapes = {record.name: tuple(record.param.shape) for record in self.partitioned.records.values()}
-        names = self.names
-        own = [[names[id(param)] for param in group["params"]] for group in self.param_groups]
-        state, options, fault = saved.match_and_check(loaded, own, {}, shapes)
-        sharded = {key: x for key, x in state.items() if any(isinstance(t, ShardedTensor) for t in tensors_in(x))}
-        agree(self.group, "load_state_dict", {"state": saved.outline(sharded)}, fault)
-        for group, new in zip(self.param_groups, options, strict=True):
-            group.update(new)
-        copy_options(self.param_groups, self.optim.param_groups)
-        self._flat_groups.split_all()
+        load(self, loaded)
         self._consolidated = None
-        self.partitioned.load(self.optim, state, self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -403,8 +370,3 @@ class _StepHook(JoinHook):
     def main_hook(self) -> None:
         """Step once."""
         self._optimizer.step_again()
-
-
-def _without_mesh(group: Group) -> Group:
-    """Return the group as one axis of ranks."""
-    return group if group.mesh is None else group.subgroup(list(group.ranks))

@@ -121,7 +121,7 @@ class ParamBucket:
         self._own: list[tuple[int, torch.Tensor, torch.Tensor, tuple[int, int]]] = []
         for j, (i, shard) in enumerate(zip(plan.members, self.bucket.flat_shards(self._shard), strict=True)):
             start, stop = plan.ranges.piece(j, group.index)
-            if start == stop:
+            if start == stop and (plan.ranges.lengths[j] or group.index):  # the first rank steps what has no elements
                 continue
             leaf: Any = shard
             if stop - start == plan.ranges.lengths[j]:
@@ -139,7 +139,7 @@ class ParamBucket:
     def set_gradients(self) -> None:
         """Set the gradients of leaves to this rank's elements of the parameters' gradients."""
         found = [_own_elements(param.grad, leaf.shape, piece) for _, param, leaf, piece in self._own]
-        if self._packs and not any([grad is None for grad in found]):
+        if self._packs and found and not any([grad is None for grad in found]):
             found = self._pack(found)  # type: ignore[arg-type]
         for (_, _, leaf, _), grad in zip(self._own, found, strict=True):
             leaf.grad = grad
