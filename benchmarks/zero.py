@@ -173,14 +173,16 @@ def decoder(size: Size, device: torch.device) -> Decoder:
 
 
 def trainer(module: nn.Module, step: Step, zero_grad: Step, size: Size, batch: int, device: torch.device) -> Step:
+    torch.manual_seed(dist.get_rank())
     ids, targets = (torch.randint(size.vocabulary, (batch, size.sequence), device=device) for _ in range(2))
 
-    def train() -> None:
+    def train() -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16):
             loss = module(ids, targets)
         loss.backward()
         step()
         zero_grad()
+        return loss.detach()
 
     return train
 
@@ -206,14 +208,14 @@ def by_ddp(make: Callable[[Any], Any], size: Size, batch: int, device: torch.dev
 def ours(size: Size, batch: int, device: torch.device, **options: Any) -> Step:
     module = decoder(size, device)
     optimizer = st.ZeroRedundancyOptimizer(
-        module.named_parameters(), torch.optim.AdamW, overlap_gradients=True, **options, **ADAMW
+        module.named_parameters(), torch.optim.AdamW, overlap_gradients=True, module=module, **options, **ADAMW
     )
     return trainer(module, optimizer.step, optimizer.zero_grad, size, batch, device)
 
 
-def by_hand(size: Size, batch: int, device: torch.device) -> Step:
+def by_hand(size: Size, batch: int, device: torch.device, bucket_mib: int = 64) -> Step:
     module = decoder(size, device)
-    optimizer = ByHand(module)
+    optimizer = ByHand(module, bucket_mib * 2**20)
     return trainer(module, optimizer.step, lambda: None, size, batch, device)
 
 
@@ -228,8 +230,10 @@ TRAINED: dict[str, Callable[[Size, int, torch.device], Step]] = {
     ),
     "DDP, ours": partial(by_ddp, partial(zero_of, st.ZeroRedundancyOptimizer, parameters_as_bucket_view=True)),
     "by hand": by_hand,
-    "ours, owners": ours,
-    "ours, ranges": partial(ours, partition="ranges"),
+    "by hand, 256 MiB": partial(by_hand, bucket_mib=256),
+    "ours, owners": partial(ours, partition="owners"),
+    "ours, ranges": ours,
+    "ours, ranges, 256 MiB": partial(ours, bucket_mib=256),
 }
 
 
@@ -303,6 +307,8 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
     if "decoder" in args.tables:
         ways = {name: TRAINED[name](size, args.batch, device) for name in args.ways or TRAINED}
         found += rows("decoder", f"batch {args.batch}", medians(ways, args.rounds, 3, device), "ms", 1e3)
+        for row in found[-len(ways) :] if dist.get_backend() != "fake" else []:  # after as many steps of each
+            row["loss"] = round(ways[row["way"]]().item(), 4)
         del ways
         gc.collect()
     if "muon" in args.tables:
@@ -321,9 +327,9 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=list(TRAINED))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--world", type=int, default=WORLD, help="the ranks, if there are as many GPUs (default 4)")
     args = parser.parse_args()
-    if torch.cuda.device_count() >= WORLD:
-        args.world = WORLD
+    if torch.cuda.device_count() >= args.world:
         spawn(run, args)
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)

@@ -66,15 +66,14 @@ def members_of(params: Any) -> list[Any]:
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
-def check_overlap(
-    optimizer_class: Any, unit: UpdateUnit, partition: Partition, overlap_with_ddp: bool, overlap_gradients: bool
-) -> None:
-    """Raise if these arguments contradict each other.
+def check_overlap(arguments: Mapping[str, Any], unit: UpdateUnit, partition: Partition) -> None:
+    """Raise if the arguments of an optimizer contradict each other.
 
     Raises:
         ValueError: a value is unknown, or gradients would be reduced twice.
         RuleError: the class cannot step a part of the parameters.
     """
+    overlap_with_ddp, overlap_gradients = arguments["overlap_with_ddp"], arguments["overlap_gradients"]
     if partition not in ("owners", "ranges"):
         raise ValueError(f'partition is "owners" or "ranges", not {partition!r}')
     if overlap_with_ddp and (overlap_gradients or partition == "ranges"):
@@ -83,9 +82,13 @@ def check_overlap(
             f"overlap_with_ddp and {other} exclude each other: DDP reduces all gradients to all ranks, in buckets of "
             "its own. Leave one out; overlap_gradients=True needs no DDP"
         )
+    if arguments["module"] is not None and not overlap_gradients:
+        raise ValueError(
+            "module is an argument of overlap_gradients=True: without it, step sends values before it returns"
+        )
     if unit == "all" and (overlap_with_ddp or overlap_gradients):
         raise RuleError(
-            f"{optimizer_class.__name__} updates all parameters together, so every rank has to step all of them",
+            f"{arguments['optimizer_class'].__name__} updates all parameters together: every rank has to step all of them",
             fix="leave overlap_with_ddp and overlap_gradients out",
         )
 

@@ -120,7 +120,7 @@ class ReducedBucket:
     inputs: ReduceInputs
 
     def __init__(self, bucket: ParamBucket, records: Mapping[int, ParamRecord]) -> None:
-        self.params, self._bucket, self._group = bucket.params, bucket.bucket, bucket.group
+        self.params, self._bucket, self._group, self._values = bucket.params, bucket.bucket, bucket.group, bucket
         self._names = [records[id(param)].name for param in bucket.params]
         self._layouts: list[tuple[Any, tuple[int, ...]]] = []
         for param in bucket.params:
@@ -150,6 +150,12 @@ class ReducedBucket:
     @torch.no_grad()
     def start(self) -> None:
         """Start to reduce the gradients, zeros for missing ones; this rank's full gradients are dropped."""
+        if self._values.pending is not None:
+            raise RuleError(
+                "a parameter was used before it had the values of the last step",
+                {"parameters": ", ".join(self._names[:8])},
+                "call optimizer.wait() after step(), or leave module= out: no module that was called has them",
+            )
         for i, param in enumerate(self.params):
             self.keep(i)
             if param.grad is not None and param.grad.layout is not torch.strided:

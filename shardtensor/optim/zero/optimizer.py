@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import optim
+from torch import nn, optim
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from shardtensor.comm.agree import agree, call_text
@@ -30,6 +30,7 @@ from shardtensor.optim.zero.arguments import (
     one_axis,
 )
 from shardtensor.optim.zero.division import Division
+from shardtensor.optim.zero.forward import ForwardWaits
 from shardtensor.optim.zero.gradients import PartitionedGradients
 from shardtensor.optim.zero.part_step import PartStep
 from shardtensor.optim.zero.partition import Partition
@@ -68,6 +69,9 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         overlap_gradients: average gradients, too, without DDP: each bucket as soon as backward has computed it, to the
             ranks that step it (ZeRO stage 2). After backward ``grad`` of a parameter is a ShardedTensor; this rank
             holds what it steps. Parameters are views of buckets; their values are copied from the first rank now.
+        module: with `overlap_gradients`, the module that has the parameters: `step` returns before all values are
+            there, and the module's next forward waits for each before its first use. Call `wait` before parameters are
+            read otherwise, as by an average of models.
         bucket_mib: the size at which a bucket is full, with ranges or `overlap_gradients`.
         defaults: arguments of `optimizer_class`.
 
@@ -105,6 +109,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         *,
         partition: Partition | None = None,
         overlap_gradients: bool = False,
+        module: nn.Module | None = None,
         bucket_mib: float = 64.0,
         **defaults: Any,
     ) -> None:
@@ -114,12 +119,13 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             "overlap_with_ddp": overlap_with_ddp,
             "partition": partition,
             "overlap_gradients": overlap_gradients,
+            "module": module,
             "bucket_mib": bucket_mib,
         }
         self.unit: UpdateUnit = update_unit(optimizer_class)
         if partition is None:
             partition = "ranges" if overlap_gradients and self.unit == "element" else "owners"
-        check_overlap(optimizer_class, self.unit, partition, overlap_with_ddp, overlap_gradients)
+        check_overlap(self._arguments, self.unit, partition)
         self.process_group, self.overlap_with_ddp, self.partition = process_group, overlap_with_ddp, partition
         self.parameters_as_bucket_view, self.optimizer_class = parameters_as_bucket_view, optimizer_class
         self._options = defaults
@@ -148,6 +154,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         self.flat_groups = self._part.flat_groups
         self.state = ParamState(self.flat_groups, self.partitioned.records)  # type: ignore[assignment]
         self.overlap: DDPOverlap | None = None  # a hook sets it
+        self._waits: ForwardWaits | None = None
         self._gradients = PartitionedGradients(self.partitioned.records, self.group) if overlap_gradients else None
         self._reduce_buckets()
 
@@ -157,13 +164,16 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             if not self._is_copy:
                 self._division.copy_from_first()
             self._gradients.set_buckets(self._division.buckets)
+            module = self._arguments["module"]
+            self._waits = None if module is None else ForwardWaits(module, self._division.buckets)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroRedundancyOptimizer:
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied._is_copy = True
         groups = [copy_group(group, memo) for group in self.param_groups]
-        copied.__init__(groups, **self._arguments)  # type: ignore[misc]
+        module = copy.deepcopy(self._arguments["module"], memo)
+        copied.__init__(groups, **(self._arguments | {"module": module}))  # type: ignore[misc]
         for old, new in zip(self.partitioned.records.values(), copied.partitioned.records.values(), strict=True):
             state = self.flat_groups.state_of(old.leaf)
             if state:
@@ -240,13 +250,22 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         if self.overlap is not None:
             self.overlap.begin()
             return None
+        self.wait()
         self._division.attach()
         if self._gradients is not None:
             self._gradients.refresh()
         loss = self._part.step(self.param_groups, closure, kwargs)
         self._division.drop_gradients()
-        self._division.send()
+        if self._waits is None:
+            self._division.send()
+        else:
+            self._waits.send()
         return loss
+
+    def wait(self) -> None:
+        """Wait until all parameters have the values of the last step, with `module`."""
+        if self._waits is not None:
+            self._waits.wait()
 
     def step_with(self, grads: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Step this rank's parameters among those that have a gradient here, with that gradient; sends nothing."""

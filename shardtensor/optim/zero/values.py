@@ -100,6 +100,7 @@ class ParamBucket:
     Attributes:
         leaves: by the number of a parameter, the tensor that this rank steps: all of the parameter, whole rows, or
             the flat elements in its range.
+        pending: the all-gather of new values, once it is started.
     """
 
     def __init__(self, params: Params, plan: BucketPlan, group: Group, *, unit: UpdateUnit, is_reduced: bool) -> None:
@@ -134,7 +135,7 @@ class ParamBucket:
             self.leaves[i] = leaf
             self._own.append((j, self.params[j], leaf, (start, stop)))
         self._packed: list[torch.Tensor] = []
-        self._pending: Pending | None = None
+        self.pending: Pending | None = None
 
     def set_gradients(self) -> None:
         """Set the gradients of leaves to this rank's elements of the parameters' gradients."""
@@ -161,13 +162,13 @@ class ParamBucket:
     def start(self) -> None:
         """Start to gather the values. All ranks call it."""
         if self.group.size > 1:
-            self._pending = self.group.all_gather_into(self.values, self._shard)
+            self.pending = self.group.all_gather_into(self.values, self._shard)
 
     def finish(self) -> None:
         """Wait until the parameters have their new values."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
         torch._C._increment_version(self.params)
 
     def attach(self) -> None:
