@@ -107,7 +107,7 @@ class CheckedGroup(Group):
     reduce_scatter = _checked("reduce_scatter", lambda flat, counts=None: _describe(flat, counts))
     reduce_scatter_async = _checked("reduce_scatter_async", lambda flat, counts=None: _describe(flat, counts))
     all_gather_into = _checked("all_gather_into", lambda out, part: _describe(part))
-    reduce_scatter_into = _checked("reduce_scatter_into", lambda out, flat: _describe(flat))
+    reduce_scatter_into = _checked("reduce_scatter_into", lambda out, flat, op="sum": _describe(flat))
     exchange = _checked("exchange", lambda blob: f"{len(blob)} bytes")
     exchange_objects = _checked("exchange_objects", lambda value: "")
     barrier = _checked("barrier", lambda: "")

@@ -86,10 +86,12 @@ class Group(ABC):
         `part`. On cuda it runs in the current stream. Some backends count a write of `out`, others do not."""
         return Pending(overwrite(out, self.all_gather(part)))
 
-    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
-        """Start to sum `flat` over the group and write this member's range of it, all of one size, into the flat
-        `out`. On cuda it runs in the current stream, and `out` may be that range of `flat`."""
-        return Pending(overwrite(out, self.reduce_scatter(flat)))
+    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor, op: str = "sum") -> Pending:
+        """Start to reduce `flat` over the group and write this member's range of it, all of one size, into the flat
+        `out`; `op` is ``sum`` or ``avg``. On cuda it runs in the current stream, and `out` may be that range of
+        `flat`."""
+        overwrite(out, self.reduce_scatter(flat))
+        return Pending(out if op == "sum" else out.data.div_(self.size))
 
     @abstractmethod
     def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:

@@ -58,8 +58,11 @@ _REDUCE = {name: _options(dist.AllreduceOptions, reduceOp=op) for name, op in _R
 _REDUCE_ASYNC = {name: _options(dist.AllreduceOptions, reduceOp=op, asyncOp=True) for name, op in _REDUCE_OPS.items()}
 _GATHER = _options(AllgatherOptions)
 _GATHER_ASYNC = _options(AllgatherOptions, asyncOp=True)
-_SCATTER = _options(dist.ReduceScatterOptions, reduceOp=dist.ReduceOp.SUM)
-_SCATTER_ASYNC = _options(dist.ReduceScatterOptions, reduceOp=dist.ReduceOp.SUM, asyncOp=True)
+_SCATTER_OP = {op: _options(dist.ReduceScatterOptions, reduceOp=_REDUCE_OPS[op]) for op in ("sum", "avg")}
+_SCATTER_OP_ASYNC = {
+    op: _options(dist.ReduceScatterOptions, reduceOp=_REDUCE_OPS[op], asyncOp=True) for op in ("sum", "avg")
+}
+_SCATTER, _SCATTER_ASYNC = _SCATTER_OP["sum"], _SCATTER_OP_ASYNC["sum"]
 _ALL_TO_ALL = _options(dist.AllToAllOptions)
 _FUNCTIONAL_NAMES = {"prod": "product"}
 
@@ -155,11 +158,11 @@ def all_gather_into(process_group: Any, out: torch.Tensor, t: torch.Tensor) -> A
     return getattr(process_group, _GATHER_NAME)(out, t, _GATHER if t.is_cuda else _GATHER_ASYNC)
 
 
-def reduce_scatter_into(process_group: Any, out: torch.Tensor, flat: torch.Tensor) -> Any:
+def reduce_scatter_into(process_group: Any, out: torch.Tensor, flat: torch.Tensor, op: str = "sum") -> Any:
     """Start `reduce_scatter` into `out`; return torch's handle, or None: on cuda it runs in the current stream."""
     if _dispatch_modes():
         _refuse_recording()
-    return getattr(process_group, _SCATTER_NAME)(out, flat, _SCATTER if flat.is_cuda else _SCATTER_ASYNC)
+    return getattr(process_group, _SCATTER_NAME)(out, flat, (_SCATTER_OP if flat.is_cuda else _SCATTER_OP_ASYNC)[op])
 
 
 def all_to_all(

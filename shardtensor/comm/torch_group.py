@@ -114,11 +114,14 @@ class TorchGroup(Group):
         work = primitives.all_gather_into(self.process_group, out, part)
         return Started(work, out, self.process_group, call="all_gather", source=part)
 
-    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
-        if (flat.is_cuda, flat.dtype, "sum") not in self.support.reduced_as_is:
-            return super().reduce_scatter_into(out, flat)
+    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor, op: str = "sum") -> Pending:
+        if (flat.is_cuda, flat.dtype, op) in self.support.reduced_as_is:
+            work = primitives.reduce_scatter_into(self.process_group, out, flat, op)
+            return Started(work, out, self.process_group, call="reduce_scatter", source=flat)
+        if op == "sum" or (flat.is_cuda, flat.dtype, "sum") not in self.support.reduced_as_is:
+            return super().reduce_scatter_into(out, flat, op)
         work = primitives.reduce_scatter_into(self.process_group, out, flat)
-        return Started(work, out, self.process_group, call="reduce_scatter", source=flat)
+        return Started(work, out, self.process_group, lambda: out.data.div_(self.size), "reduce_scatter", flat)
 
     def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
@@ -223,9 +226,10 @@ class Started(Pending):
 
     def wait(self) -> torch.Tensor:
         primitives.finish(self.work, self.call, self.result, self.process_group)
-        self.source = None
+        self.work = self.source = None
         if self.finish is not None:
-            self.finish()
+            finish, self.finish = self.finish, None  # a second wait does nothing
+            finish()
         return self.result
 
 

@@ -98,8 +98,8 @@ class SimGroup(Group):
             self, slot, lambda total: _SUPPORT.from_reduce(_range(total, counts, self.index, scale).clone(), flat)
         )
 
-    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor) -> Pending:
-        return _Into(out, self.reduce_scatter_async(flat))
+    def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor, op: str = "sum") -> Pending:
+        return _Into(out, self.reduce_scatter_async(flat), divisor=self.size if op == "avg" else 1)
 
     # -- data movement ------------------------------------------------------------------------------------------
 
@@ -224,13 +224,19 @@ class _Started(Pending):
 class _Into(Pending):
     """A started collective that writes its result into a tensor."""
 
-    __slots__ = ("out", "started")
+    __slots__ = ("divisor", "out", "started")
 
-    def __init__(self, out: torch.Tensor, started: Pending) -> None:
-        self.out, self.started = out, started
+    def __init__(self, out: torch.Tensor, started: Pending, divisor: int = 1) -> None:
+        self.out, self.divisor = out, divisor
+        self.started: Pending | None = started
 
     def wait(self) -> torch.Tensor:
-        return overwrite(self.out, self.started.wait())
+        if self.started is not None:
+            started, self.started = self.started, None  # a second wait does nothing
+            overwrite(self.out, started.wait())
+            if self.divisor != 1:
+                self.out.data.div_(self.divisor)
+        return self.out
 
 
 def _overwrite(t: torch.Tensor, flat: torch.Tensor, as_is: bool) -> None:

@@ -87,10 +87,19 @@ def check_overlap(arguments: Mapping[str, Any], unit: UpdateUnit, partition: Par
             "module is an argument of overlap_gradients=True: without it, step sends values before it returns"
         )
     if unit == "all" and (overlap_with_ddp or overlap_gradients):
+        name = arguments["optimizer_class"].__name__
         raise RuleError(
-            f"{arguments['optimizer_class'].__name__} updates all parameters together: every rank has to step all of them",
+            f"{name} updates all parameters together: every rank has to step all of them",
             fix="leave overlap_with_ddp and overlap_gradients out",
         )
+
+
+def bucket_bytes(groups: Iterable[Mapping[str, Any]], bucket_mib: float | None) -> float:
+    """Return the size at which a bucket is full: few buckets cost the host less, many overlap more."""
+    if bucket_mib is not None:
+        return bucket_mib * 2**20
+    total = sum(param.nbytes for group in groups for param in group["params"])
+    return min(max(total / 16, 25 * 2**20), 256 * 2**20)
 
 
 def copy_group(group: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:

@@ -94,7 +94,6 @@ class PartitionedGradients:
         found = pending.wait()
         used = iter(has if all(has) else found.ne(0).tolist())
         with torch.no_grad():
-            torch._foreach_div_([bucket.summed() for bucket in buckets], self._group.size)
             for bucket in buckets:
                 bucket.finish([next(used) for _ in bucket.used])
 
@@ -131,7 +130,7 @@ class ReducedBucket:
         self.total = bucket.plan.ranges.total
         self.gradients: list[Gradient] = []
         self._kept: dict[int, torch.Tensor] = {}
-        self._sum: torch.Tensor | None = None
+        self._average: torch.Tensor | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -163,23 +162,17 @@ class ReducedBucket:
                     f"the gradient of `{self._names[i]}` is sparse, and flat buffers have dense gradients",
                     fix="make the embedding with sparse=False",
                 )
-        self._sum = torch.empty(self._bucket.chunk, dtype=self.kind[0], device=self.kind[1])
-        self.used, self.pending = self.inputs.reduce(self, self._sum, self._group)
+        self._average = torch.empty(self._bucket.chunk, dtype=self.kind[0], device=self.kind[1])
+        self.used, self.pending = self.inputs.reduce(self, self._average, self._group)
 
     def buffer(self, memory: torch.Tensor) -> GradientBuffer:
         """Return the gradient buffer of this bucket in `memory`."""
         return self._bucket.gradient_buffer(memory[: self.total])
 
-    def summed(self) -> torch.Tensor:
-        """Wait for the reduction, and return this rank's range of the sum."""
-        assert self._sum is not None and self.pending is not None, "it was started"
-        self.pending.wait()
-        return self._sum
-
     def finish(self, used: Sequence[bool]) -> None:
         """Set the gradients of parameters of which any rank has one to their parts of the average."""
-        average, self._sum = self._sum, None
-        assert average is not None, "it was summed"
+        assert self._average is not None and self.pending is not None, "it was started"
+        average, self._average = self.pending.wait(), None
         kept, self._kept = self._kept, {}
         for i, shard in enumerate(self._bucket.flat_shards(average)):
             if not used[i] and i not in kept:
@@ -208,7 +201,7 @@ class ReduceInputs:
         self._size = max(self._size, size)
 
     def reduce(self, bucket: ReducedBucket, out: torch.Tensor, group: Group) -> tuple[list[bool], Pending]:
-        """Pack a bucket's gradients, drop them, and start to sum them into `out`; return which gradients there are."""
+        """Pack a bucket's gradients, drop them, and start to average them into `out`; return which there are."""
         self._streams.refresh()
         if not self._memory:
             kind: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
@@ -228,7 +221,7 @@ class ReduceInputs:
             param.grad = None
         self._stream.follow()
         with self._stream:
-            pending = group.reduce_scatter_into(out, buffer.packed)
+            pending = group.reduce_scatter_into(out, buffer.packed, "avg")
         self._stream.mark(self._events[turn])
         self._pending[turn] = pending, out
         return used, pending

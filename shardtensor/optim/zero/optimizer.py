@@ -23,6 +23,7 @@ from shardtensor.optim.zero.arguments import (
     OWN_KEYS,
     agree_on,
     as_list,
+    bucket_bytes,
     check_overlap,
     copy_group,
     copy_options,
@@ -72,7 +73,8 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         module: with `overlap_gradients`, the module that has the parameters: `step` returns before all values are
             there, and the module's next forward waits for each before its first use. Call `wait` before parameters are
             read otherwise, as by an average of models.
-        bucket_mib: the size at which a bucket is full, with ranges or `overlap_gradients`.
+        bucket_mib: the size at which a bucket is full, with ranges or `overlap_gradients`. None: a sixteenth of all
+            parameters, between 25 and 256 MiB.
         defaults: arguments of `optimizer_class`.
 
     Attributes:
@@ -110,7 +112,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         partition: Partition | None = None,
         overlap_gradients: bool = False,
         module: nn.Module | None = None,
-        bucket_mib: float = 64.0,
+        bucket_mib: float | None = None,
         **defaults: Any,
     ) -> None:
         groups = as_list(params)
@@ -139,7 +141,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             call = call_text(optimizer_class, tuple(map(str, options)), defaults)
             agree_on(self.group, "ZeroRedundancyOptimizer", call, self.param_groups)
         self._division = Division(
-            *(self.group, self.unit, partition, bucket_mib * 2**20),
+            *(self.group, self.unit, partition, bucket_bytes(self.param_groups, bucket_mib)),
             as_views=parameters_as_bucket_view,
             is_reduced=overlap_gradients,
         )
