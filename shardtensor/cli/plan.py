@@ -41,6 +41,11 @@ def add_parser(commands: Any) -> None:
     dtypes = ("bfloat16", "float16", "float32", "float64")
     parser.add_argument("--dtype", choices=dtypes, help="of parameters and values (default the model's)")
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, momentum, sgd or none (default adamw)")
+    parser.add_argument(
+        "--zero", choices=("owners", "ranges", "gradients"),
+        help="data ranks step parts, with ZeroRedundancyOptimizer: whole parameters, ranges, or ranges whose gradients "
+        "alone they hold",
+    )  # fmt: skip
     parser.add_argument("--hardware", default="h100", help="h100, h200, cpu, or a profile's file (default h100)")
     parser.add_argument("--no-step", action="store_true", help="bytes alone: no step is counted, torch not imported")
     parser.add_argument("--rank", type=int, metavar="R", help="also print what this rank holds")

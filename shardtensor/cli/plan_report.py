@@ -52,14 +52,14 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
     except NotTraced as error:
         why_not = str(error)
     kept = step.activation_bytes if step is not None else 0
-    found = plan_bytes(resolved, optimizer=options.optimizer)
+    found = plan_bytes(resolved, optimizer=options.optimizer, zero=options.zero)
     memory = {
         "most": _held(found.most, found.most_rank, kept),
         "least": _held(found.least, found.least_rank, kept),
     }
     room = options.memory or profile.memory_bytes
     if options.rank is not None:
-        own = rank_bytes(resolved, options.rank, optimizer=options.optimizer)
+        own = rank_bytes(resolved, options.rank, optimizer=options.optimizer, zero=options.zero)
         memory["rank"] = _held(own, options.rank, kept)
     report = {
         **_head(options, resolved, batch),

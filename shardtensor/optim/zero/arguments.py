@@ -11,9 +11,9 @@ import torch
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError, ShardTensorError
+from shardtensor.layout.partition import Partition
 from shardtensor.optim.named_params import params_text
 from shardtensor.optim.update_units import UpdateUnit
-from shardtensor.optim.zero.partition import Partition
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 OWN_KEYS = frozenset({"params", "param_names"})
@@ -92,14 +92,6 @@ def check_overlap(arguments: Mapping[str, Any], unit: UpdateUnit, partition: Par
             f"{name} updates all parameters together: every rank has to step all of them",
             fix="leave overlap_with_ddp and overlap_gradients out",
         )
-
-
-def bucket_bytes(groups: Iterable[Mapping[str, Any]], bucket_mib: float | None) -> float:
-    """Return the size at which a bucket is full: few buckets cost the host less, many overlap more."""
-    if bucket_mib is not None:
-        return bucket_mib * 2**20
-    total = sum(param.nbytes for group in groups for param in group["params"])
-    return min(max(total / 16, 25 * 2**20), 256 * 2**20)
 
 
 def copy_group(group: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:

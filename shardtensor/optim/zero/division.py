@@ -8,8 +8,8 @@ import attrs
 import torch
 
 from shardtensor.comm.group import Group
+from shardtensor.layout.partition import Partition, assign_owners, bucket_bytes, plan_buckets
 from shardtensor.optim.update_units import UpdateUnit
-from shardtensor.optim.zero.partition import Partition, assign_owners, plan_buckets
 from shardtensor.optim.zero.values import OwnerBroadcast, ParamBucket
 
 
@@ -34,7 +34,7 @@ class Division:
     Args:
         unit: what the optimizer class updates together.
         as_views: make parameters with owners views of flat buffers.
-        bucket_bytes: the size at which a bucket is full.
+        bucket_limit: the bytes at which a bucket is full; None for a share of all parameters.
         is_reduced: gradients are reduced in buckets: divide each by itself, also if parameters have owners.
 
     Attributes:
@@ -46,13 +46,13 @@ class Division:
         group: Group,
         unit: UpdateUnit,
         partition: Partition,
-        bucket_bytes: float,
+        bucket_limit: float | None,
         *,
         as_views: bool,
         is_reduced: bool,
     ) -> None:
         self._group, self._unit, self._partition, self._as_views = group, unit, partition, as_views
-        self._is_reduced, self._bucket_bytes = is_reduced, int(bucket_bytes)
+        self._is_reduced, self._bucket_limit = is_reduced, bucket_limit
         self._loads = [0] * group.size
         self._broadcasts: list[OwnerBroadcast] = []
         self.buckets: list[ParamBucket] = []
@@ -70,11 +70,14 @@ class Division:
         return Parts(leaves, list(owners), nobody.sizes)
 
     def _divide_buckets(self, params: Sequence[torch.Tensor], parts: Parts) -> Parts:
+        limit = self._bucket_limit
+        if limit is None:
+            limit = bucket_bytes(sum(param.nbytes for param in params))
         plans = plan_buckets(
             [(param.dtype, param.device, param.requires_grad) for param in params],
             [param.numel() for param in params],
             self._group.size,
-            [self._bucket_bytes // param.itemsize for param in params],
+            [int(limit) // param.itemsize for param in params],
             self._partition,
             [self._grain(param) for param in params],
             self._loads,

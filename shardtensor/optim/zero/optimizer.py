@@ -17,13 +17,13 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError, ShardTensorError
+from shardtensor.layout.partition import Partition
 from shardtensor.optim.state import ParamState, start_state
 from shardtensor.optim.update_units import UpdateUnit, update_unit
 from shardtensor.optim.zero.arguments import (
     OWN_KEYS,
     agree_on,
     as_list,
-    bucket_bytes,
     check_overlap,
     copy_group,
     copy_options,
@@ -34,7 +34,6 @@ from shardtensor.optim.zero.division import Division
 from shardtensor.optim.zero.forward import ForwardWaits
 from shardtensor.optim.zero.gradients import PartitionedGradients
 from shardtensor.optim.zero.part_step import PartStep
-from shardtensor.optim.zero.partition import Partition
 from shardtensor.optim.zero.state import PartitionedState
 from shardtensor.optim.zero.state_dict import load, state_by_name
 
@@ -141,7 +140,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             call = call_text(optimizer_class, tuple(map(str, options)), defaults)
             agree_on(self.group, "ZeroRedundancyOptimizer", call, self.param_groups)
         self._division = Division(
-            *(self.group, self.unit, partition, bucket_bytes(self.param_groups, bucket_mib)),
+            *(self.group, self.unit, partition, None if bucket_mib is None else bucket_mib * 2**20),
             as_views=parameters_as_bucket_view,
             is_reduced=overlap_gradients,
         )

@@ -9,14 +9,11 @@ import torch
 
 from shardtensor.comm.group import Group, Pending
 from shardtensor.errors import RuleError, StaleParameterError
+from shardtensor.layout.partition import SENT_ALONE_BYTES, BucketPlan, steps_as_one
 from shardtensor.layout.ranges import ANYWHERE, lay_out_owned
 from shardtensor.optim.update_units import UpdateUnit
-from shardtensor.optim.zero.partition import BucketPlan
 from shardtensor.tensor.bucket import Bucket, FlatShard
 from shardtensor.tensor.sharded_tensor import ShardedTensor
-
-_SENT_ALONE_BYTES = 1 << 18
-"""Smaller parameters are copied into one buffer for each owner: a broadcast costs the host more than the copies."""
 
 Params = Sequence[torch.Tensor]
 
@@ -34,7 +31,7 @@ class OwnerBroadcast:
         kinds: dict[Any, list[torch.Tensor]] = {}
         self._alone: list[tuple[int, torch.Tensor]] = []
         for param, owner in zip(params, owners, strict=True):
-            if not as_views and param.is_contiguous() and param.nbytes >= _SENT_ALONE_BYTES:
+            if not as_views and param.is_contiguous() and param.nbytes >= SENT_ALONE_BYTES:
                 self._alone.append((owner, param))
             else:
                 kinds.setdefault((owner, param.device, param.dtype), []).append(param)
@@ -115,9 +112,8 @@ class ParamBucket:
         attach(self.params, self._views)
         self._shard = self.bucket.own(self.values)
         flat_shard = FlatShard(self._shard, self.bucket.starts)
-        # One flat tensor is stepped faster than many small ones, also if gradients have to be copied together for it.
-        is_small = self._shard.nbytes <= _SENT_ALONE_BYTES * (len(shapes) // group.size + 1)
-        self._packs = unit == "element" and is_small and not is_reduced
+        as_one = unit == "element" and steps_as_one(plan, first.itemsize, is_reduced)
+        self._packs = as_one and not is_reduced
         self.leaves: dict[int, torch.Tensor] = {}
         self._own: list[tuple[int, torch.Tensor, torch.Tensor, tuple[int, int]]] = []
         for j, (i, shard) in enumerate(zip(plan.members, self.bucket.flat_shards(self._shard), strict=True)):
@@ -130,7 +126,7 @@ class ParamBucket:
             elif unit == "row":
                 leaf = shard.view(-1, *shapes[j][1:])
             leaf = leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
-            if self._packs or (unit == "element" and is_reduced):
+            if as_one:
                 leaf._flat_shard = flat_shard, j
             self.leaves[i] = leaf
             self._own.append((j, self.params[j], leaf, (start, stop)))

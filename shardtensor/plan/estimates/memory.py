@@ -6,6 +6,7 @@ activations, is not included.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -15,6 +16,7 @@ import attrs
 
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import Layout, ListedLayout, MeshLayout
+from shardtensor.layout.partition import Param, Partition, held_bytes
 from shardtensor.layout.ranges import REDUCE_BUFFERS, SMALL_BYTES, aligned_bytes, gather_buffers
 from shardtensor.mesh import Mesh
 from shardtensor.plan.match.units import Flat, GatherUnit, gather_units, own_tensors
@@ -23,6 +25,14 @@ from shardtensor.plan.resolved import Resolved
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0, "none": 0}
 """The number of state tensors for each parameter, by the name of the optimizer; ``momentum`` is SGD with momentum."""
+
+
+ZERO: dict[str, tuple[Partition, bool]] = {
+    "owners": ("owners", False),
+    "ranges": ("ranges", False),
+    "gradients": ("ranges", True),
+}
+"""How a `ZeroRedundancyOptimizer` steps parameters in parts: its partition, and whether it reduces gradients."""
 
 
 @attrs.frozen
@@ -127,6 +137,28 @@ class _Range:
         return RankBytes(size, size, states * stepped * item, tensors=2 + states)
 
 
+@attrs.frozen(cache_hash=True)
+class _Zero:
+    """The parameters of a `ZeroRedundancyOptimizer`, which data ranks step in parts."""
+
+    params: tuple[Param, ...]
+    axes: tuple[int, ...]
+    mode: str
+
+    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
+        return {axis: range(mesh.sizes[axis]) for axis in self.axes}
+
+    def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes:
+        ranks = math.prod(mesh.sizes[axis] for axis in self.axes)
+        partition, is_reduced = ZERO[self.mode]
+        held = held_bytes(self.params, ranks, place_along(mesh, self.axes, rank), partition, is_reduced=is_reduced)
+        return RankBytes(
+            *(held.parameters, held.gradients, states * held.state),
+            gathered=held.buffers,
+            tensors=(2 + states) * len(self.params),
+        )
+
+
 @attrs.frozen(eq=False)
 class _Lent:
     """Memory for gathered units (those that stay gathered have their own, the others take turns) and reductions."""
@@ -148,15 +180,16 @@ class _Lent:
         return RankBytes(gathered=gathered + REDUCE_BUFFERS * packed)
 
 
-def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw") -> RankBytes:
+def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw", zero: str | None = None) -> RankBytes:
     """Return the bytes that one rank holds.
 
     Args:
         rank: of the world.
         optimizer: one of `OPTIMIZERS`.
+        zero: one of `ZERO`: data ranks step whole parameters or ranges, and hold all gradients or those that they step.
 
     Raises:
-        PlanError: the optimizer is not known, or the plan has no such rank.
+        PlanError: the optimizer is not known, the plan has no such rank, or `zero` does not fit the plan.
     """
     states = _states(optimizer)
     mesh = resolved.plan.axes.mesh
@@ -164,19 +197,19 @@ def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw") -> Ra
         raise PlanError(f"the plan has no rank {rank}", {"ranks": f"{mesh.ranks[0]} to {mesh.ranks[-1]}"})
     units = gather_units(resolved)
     found = RankBytes()
-    for load, times in _loads(resolved, units).items():
+    for load, times in _loads(resolved, units, zero).items():
         found = found.plus(load.on(rank, mesh, states), times)
     return found
 
 
-def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw") -> PlanBytes:
+def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw", zero: str | None = None) -> PlanBytes:
     """Return the least and the most that any rank holds. The time grows with the number of different ranks, mostly one.
 
     Args:
-        optimizer: as for `rank_bytes`.
+        optimizer, zero: as for `rank_bytes`.
 
     Raises:
-        PlanError: the optimizer is not known.
+        PlanError: the optimizer is not known, or `zero` does not fit the plan.
     """
     states = _states(optimizer)
     mesh, units = resolved.plan.axes.mesh, gather_units(resolved)
@@ -184,7 +217,7 @@ def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw") -> PlanBytes:
     same = RankBytes()
     differing: list[tuple[_Load, int, tuple[int, ...]]] = []
     places: dict[int, set[int]] = {}
-    for load, times in _loads(resolved, units).items():
+    for load, times in _loads(resolved, units, zero).items():
         along = load.along(mesh)
         if along:
             differing.append((load, times, tuple(along)))
@@ -228,19 +261,36 @@ def _states(optimizer: str) -> int:
     return OPTIMIZERS[optimizer]
 
 
-def _loads(resolved: Resolved, units: tuple[GatherUnit, ...]) -> Counter[_Load]:
+def _loads(resolved: Resolved, units: tuple[GatherUnit, ...], zero: str | None) -> Counter[_Load]:
     """Return each kind of load and its number: layers are alike."""
-    return Counter(_each_load(resolved, units))
+    return Counter(_each_load(resolved, units, zero))
 
 
-def _each_load(resolved: Resolved, units: tuple[GatherUnit, ...]) -> Iterator[_Load]:
+def _each_load(resolved: Resolved, units: tuple[GatherUnit, ...], zero: str | None) -> Iterator[_Load]:
+    if zero is not None:
+        yield _zero_load(resolved, zero)
     yield _Lent(units)
     for unit in units:
         yield from map(_Range, unit.flats)
     for placed in own_tensors(resolved):
         tensor = placed.tensor
-        if placed.stored is None or tensor.is_buffer:
+        if (placed.stored is None and zero is None) or tensor.is_buffer:
             yield _Tensor(placed.layout, tensor.dtype, tensor.requires_grad, tensor.is_buffer)
+
+
+def _zero_load(resolved: Resolved, zero: str) -> _Zero:
+    placed = [each for each in own_tensors(resolved) if not each.tensor.is_buffer]
+    sharded = [each.tensor.name for each in placed if each.stored is not None or each.layout.sharding_axes]
+    if sharded:
+        raise PlanError(
+            "ZeroRedundancyOptimizer steps parameters that every rank holds whole, and the plan shards some",
+            {"sharded": ", ".join(sharded[:8])},
+            "leave --zero out: sharded parameters have sharded state",
+        )
+    axes = resolved.plan.axes
+    items = [(each.tensor.dtype, each.tensor.requires_grad, math.prod(each.tensor.shape)) for each in placed]
+    params = tuple(Param(length, BYTES[dtype], trains, dtype) for dtype, trains, length in items)
+    return _Zero(params, tuple(axes.mesh.names.index(leaf) for leaf in axes.leaves(axes.data)), zero)
 
 
 def _uneven_axes(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
