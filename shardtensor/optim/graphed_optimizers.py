@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardtensor.errors import CaptureError
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
+from shardtensor.optim.zero.optimizer import ZeroRedundancyOptimizer
 from shardtensor.tensor.sharded_tensor import local_of
 
 _NOT_CAPTURED = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr", "swa_lr"})
@@ -185,6 +186,8 @@ class GraphedOptimizers:
 
 
 def _inner(optimizer: optim.Optimizer) -> optim.Optimizer:
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer.optim
     return optimizer._inner if isinstance(optimizer, ShardedOptimizer) else optimizer
 
 

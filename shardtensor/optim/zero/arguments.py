@@ -13,7 +13,7 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError, ShardTensorError
 from shardtensor.layout.partition import Partition
 from shardtensor.optim.named_params import params_text
-from shardtensor.optim.update_units import UpdateUnit
+from shardtensor.optim.update_units import UpdateUnit, steps_apart
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 OWN_KEYS = frozenset({"params", "param_names"})
@@ -85,6 +85,12 @@ def check_overlap(arguments: Mapping[str, Any], unit: UpdateUnit, partition: Par
     if arguments["module"] is not None and not overlap_gradients:
         raise ValueError(
             "module is an argument of overlap_gradients=True: without it, step sends values before it returns"
+        )
+    if arguments["offload_state"] and not steps_apart(arguments["optimizer_class"]):
+        raise RuleError(
+            f"{arguments['optimizer_class'].__name__} may update parameters together, so its state cannot be copied in "
+            "parts",
+            fix='set update_unit = "parameter" on the class if it does not, or leave offload_state out',
         )
     if unit == "all" and (overlap_with_ddp or overlap_gradients):
         name = arguments["optimizer_class"].__name__

@@ -33,6 +33,8 @@ from shardtensor.optim.zero.arguments import (
 from shardtensor.optim.zero.division import Division
 from shardtensor.optim.zero.forward import ForwardWaits
 from shardtensor.optim.zero.gradients import PartitionedGradients
+from shardtensor.optim.zero.join import StepHook
+from shardtensor.optim.zero.offload import OffloadedState
 from shardtensor.optim.zero.part_step import PartStep
 from shardtensor.optim.zero.state import PartitionedState
 from shardtensor.optim.zero.state_dict import load, state_by_name
@@ -72,6 +74,9 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         module: with `overlap_gradients`, the module that has the parameters: `step` returns before all values are
             there, and the module's next forward waits for each before its first use. Call `wait` before parameters are
             read otherwise, as by an average of models.
+        offload_state: keep the state in pinned memory of the CPU between steps. The tensors of this rank's part are
+            stepped one by one, while the state of the next is copied to the device. For classes that are known to
+            update parameters independently of each other: torch's, and those that state their ``update_unit``.
         bucket_mib: the size at which a bucket is full, with ranges or `overlap_gradients`. None: a sixteenth of all
             parameters, between 25 and 256 MiB.
         defaults: arguments of `optimizer_class`.
@@ -111,6 +116,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         partition: Partition | None = None,
         overlap_gradients: bool = False,
         module: nn.Module | None = None,
+        offload_state: bool = False,
         bucket_mib: float | None = None,
         **defaults: Any,
     ) -> None:
@@ -121,6 +127,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             "partition": partition,
             "overlap_gradients": overlap_gradients,
             "module": module,
+            "offload_state": offload_state,
             "bucket_mib": bucket_mib,
         }
         self.unit: UpdateUnit = update_unit(optimizer_class)
@@ -151,7 +158,10 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         self.optim = self._make([self._inner_group(group) for group in self.param_groups])
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
-        self._part = PartStep(self.optim, self._division, is_elementwise=self.unit == "element")
+        self._offloaded = OffloadedState(self.optim, self._all_params[0].device) if offload_state else None
+        self._part = PartStep(
+            *(self.optim, self._division), is_elementwise=self.unit == "element", offloaded=self._offloaded
+        )
         self.flat_groups = self._part.flat_groups
         self.state = ParamState(self.flat_groups, self.partitioned.records)  # type: ignore[assignment]
         self.overlap: DDPOverlap | None = None  # a hook sets it
@@ -263,6 +273,14 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             self._waits.send()
         return loss
 
+    def synchronize(self) -> None:
+        """Make the host wait until the state of the last step is on the CPU, with `offload_state`.
+
+        Call it before ``state`` is read; methods that return state call it.
+        """
+        if self._offloaded is not None:
+            self._offloaded.synchronize()
+
     def wait(self) -> None:
         """Wait until all parameters have the values of the last step, with `module`."""
         if self._waits is not None:
@@ -312,6 +330,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             to: the rank in the process group; it holds all state on the CPU.
         """
         agree(self.group, "consolidate_state_dict", {"to": str(to)})
+        self.synchronize()
         copy_options(self.param_groups, self.optim.param_groups)
         self._consolidated = self.partitioned.consolidated(self.flat_groups, to)
 
@@ -344,6 +363,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
         All ranks call it; it sends only the shapes and dtypes of the state.
         """
+        self.synchronize()
         return state_by_name(self, names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -368,7 +388,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook by which a rank without inputs left takes part in the steps of the others."""
-        return _StepHook(self)
+        return StepHook(self.step_again)
 
     @property
     def join_device(self) -> torch.device:
@@ -379,14 +399,3 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
     def join_process_group(self) -> Any:
         """The process group of the ranks."""
         return self.group.process_group
-
-
-class _StepHook(JoinHook):
-    """Steps on a rank without inputs left; the caller has set the gradients."""
-
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def main_hook(self) -> None:
-        """Step once."""
-        self._optimizer.step_again()

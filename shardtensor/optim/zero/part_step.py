@@ -12,6 +12,7 @@ from torch import optim
 from shardtensor.optim.flat_groups import FlatGroups, step_without_hooks
 from shardtensor.optim.zero.arguments import copy_options
 from shardtensor.optim.zero.division import Division
+from shardtensor.optim.zero.offload import OffloadedState
 
 Groups = list[dict[str, Any]]
 
@@ -22,10 +23,14 @@ class PartStep:
     Args:
         optimizer: over the leaves of the part.
         is_elementwise: whether it may step adjacent leaves as one tensor.
+        offloaded: keeps its state on the CPU, or None.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, division: Division, *, is_elementwise: bool) -> None:
+    def __init__(
+        self, optimizer: optim.Optimizer, division: Division, *, is_elementwise: bool, offloaded: OffloadedState | None
+    ) -> None:
         self._optimizer, self._division, self._is_elementwise = optimizer, division, is_elementwise
+        self.offloaded = offloaded
         self.flat_groups = FlatGroups(optimizer)
 
     def step(self, groups: Groups, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]) -> Any:
@@ -33,13 +38,16 @@ class PartStep:
         own = self._optimizer.param_groups
         copy_options(groups, own)
         step = partial(step_without_hooks, self._optimizer, **kwargs)
-        if self._is_elementwise and self._division.buckets:
+        as_one = self._is_elementwise and bool(self._division.buckets)
+        if as_one or self.offloaded is not None:
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             self._division.set_gradients()
-            self.flat_groups.step(own, step)
+            if self.offloaded is not None:
+                step = partial(self.offloaded.step, step)
+            self.flat_groups.step(own, step) if as_one else step()
         elif closure is None:
             self._division.set_gradients()
             loss = step()
