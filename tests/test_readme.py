@@ -16,7 +16,7 @@ from shardtensor.tensor.dispatch import HANDLERS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS, MODULES, FLOWS, LAYER, SHARDED, PLANS = PROGRAMS
+MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS, MODULES, FLOWS, LAYER, SHARDED, PLANS, ZERO = PROGRAMS
 
 
 def _run(program: str) -> dict:
@@ -123,6 +123,24 @@ def test_a_fully_sharded_model_has_the_loss_of_the_model(world, size):
     for spec, loss in world(fully_sharded, size):
         assert spec.startswith("flat(dp, sizes=(")
         assert loss == pytest.approx(dense["loss"].item(), rel=0.02)  # of products in bfloat16
+
+
+def partitioned() -> list:
+    torch.manual_seed(0)
+    names = _run(ZERO)
+    names["optimizer"].wait()
+    return [param.detach().tolist() for param in names["model"].parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_partitioned_optimizer_steps_as_the_plain_one(world, size):
+    torch.manual_seed(0)
+    lines = [line for line in ZERO.splitlines() if not line.strip().startswith(("overlap_gradients", "module="))]
+    program = "\n".join(lines).replace("ZeroRedundancyOptimizer(", "torch.optim.AdamW(")
+    dense = _run(program.replace("torch.optim.AdamW, lr", "lr"))
+    for found in world(partitioned, size):
+        for param, want in zip(found, dense["model"].parameters(), strict=True):
+            assert torch.allclose(torch.tensor(param), want, atol=1e-5)
 
 
 def whole_modules() -> tuple:
