@@ -69,14 +69,12 @@ class BackwardReducer:
             self._hook(i, gradient)
         self._start_round()
 
-    def refuse_second(self, gradients: list[Gradient], instead_of: BackwardReducer | None) -> None:
+    def refuse_second(self, gradients: list[Gradient], instead_of: BackwardReducer | None, fix: str) -> None:
+        """Raise LayoutError if a gradient is reduced already, by another reducer than `instead_of`."""
         for gradient in gradients:
             for hook in (getattr(gradient.leaf, "_post_accumulate_grad_hooks", None) or {}).values():
                 if getattr(hook, "func", None) is if_alive and hook.args[0]() not in (None, self, instead_of):
-                    raise LayoutError(
-                        f"the gradient of `{gradient.name}` is averaged by another data_parallel already",
-                        fix="call data_parallel once, on the whole model",
-                    )
+                    raise LayoutError(f"the gradient of `{gradient.name}` is averaged already", fix=fix)
 
     def _hook(self, index: int, gradient: Gradient) -> None:
         leaf = gradient.leaf
@@ -90,6 +88,7 @@ class BackwardReducer:
             self._leaf_handles.append(node.register_prehook(partial(_scaled, gradient.share)))
 
     def remove_leaf_hooks(self) -> None:
+        """Remove all hooks from the leaves."""
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles, self._nodes = [], []
@@ -98,11 +97,12 @@ class BackwardReducer:
 
     def start_over(self) -> None:
         """Forget a backward that an error stopped."""
-        if self._tasks:
+        if self._tasks or any(self._is_here):
             self._start_round()
 
     def _start_round(self) -> None:
-        self._tasks: set[int] = set()
+        # Of running backwards; autograd drops the callback of one that an error stopped.
+        self._tasks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._next = 0
         self._is_here = [False] * len(self.gradients)
         for bucket in self.buckets:
@@ -112,8 +112,11 @@ class BackwardReducer:
         """Make the running backward call `_end` when it ends."""
         task = torch._C._current_graph_task_id()
         if self.is_on and task not in self._tasks:
-            self._tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+            if not self._tasks and any(self._is_here):  # an error stopped the last backward
+                self._start_round()
+            end = partial(self._end, task)
+            self._tasks[task] = end
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def arrived(self, index: int) -> None:
         """Count a gradient that has been accumulated, and start the buckets that are full, in order."""
@@ -141,7 +144,7 @@ class BackwardReducer:
         self._next += 1
 
     def _end(self, task: int) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if self._tasks or not any(self._is_here):  # an outer backward still runs, or no gradient was accumulated
             return
         try:

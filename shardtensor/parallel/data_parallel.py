@@ -182,7 +182,7 @@ class Reducer(BackwardReducer):
         fault: ShardTensorError | None = None
         try:
             gradients = gradients_of(named, self.axes)
-            self.refuse_second(gradients, instead_of)
+            self.refuse_second(gradients, instead_of, "call data_parallel once, on the whole model")
         except ShardTensorError as error:
             fault = error
         call = f"data_parallel({type(module).__name__})"

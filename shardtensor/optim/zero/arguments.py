@@ -115,7 +115,8 @@ def agree_on(ranks: Group, call: str, options: str, groups: Iterable[Mapping[str
     for group in groups:
         names = group.get("param_names") or [str(i) for i in range(len(group["params"]))]
         pairs = list(zip(names, group["params"], strict=True))
-        texts.append(params_text({"params": pairs}))
+        frozen = ", ".join(name for name, param in pairs if not param.requires_grad)
+        texts.append(params_text({"params": pairs}) + (f"\nwithout gradients: {frozen}" if frozen else ""))
         sharded = [name for name, param in pairs if isinstance(param, ShardedTensor)]
         if sharded:
             fault = RuleError(

@@ -35,10 +35,11 @@ class PartitionedGradients:
 
     def __init__(self, records: Mapping[int, ParamRecord], group: Group) -> None:
         self._group, self._records = group, records
-        self._reducer = BackwardReducer(self._finish)
+        self._reducer = BackwardReducer(partial(_finish_if_alive, weakref.ref(self)))
         self._buckets: list[ReducedBucket] = []
         self._inputs: dict[Any, ReduceInputs] = {}
         self._hooks: list[Any] = []
+        self._nodes: list[Any] = []
         self._trains: list[bool] = []
 
     def set_buckets(self, buckets: Sequence[ParamBucket]) -> None:
@@ -61,6 +62,27 @@ class PartitionedGradients:
     def is_on(self, value: bool) -> None:
         self._reducer.is_on = value
 
+    def drop(self) -> None:
+        """Drop gradients that were put aside in a backward that did not reduce."""
+        for bucket in self._buckets:
+            bucket.kept.clear()
+
+    def check(self) -> None:
+        """Raise RuleError if a parameter has a gradient that was not reduced, because it required none before."""
+        flags = iter(self._trains)
+        late = [
+            name
+            for bucket in self._buckets
+            for param, name in zip(bucket.params, bucket.names, strict=True)
+            if not next(flags) and param.requires_grad and param.grad is not None
+        ]
+        if late:
+            raise RuleError(
+                "parameters have gradients that were not reduced: they required none when the last ones were dropped",
+                {"parameters": ", ".join(late[:8])},
+                "call requires_grad_() before optimizer.zero_grad()",
+            )
+
     def refresh(self) -> None:
         """Forget a backward that an error stopped; hook parameters again if others require a gradient now."""
         self._reducer.start_over()
@@ -70,19 +92,22 @@ class PartitionedGradients:
         self._trains = trains
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._nodes = [], []
         for bucket in self._buckets:
             bucket.gradients = []
             for i, param in enumerate(bucket.params):
                 if param.requires_grad:
                     name = self._records[id(param)].name
                     bucket.gradients.append(Gradient(name, param, param, self._group, 1.0, param.dtype))
-                    self._hooks.append(param.register_hook(partial(_keep, weakref.ref(bucket), i)))
+                    with torch.enable_grad():
+                        node = torch.autograd.graph.get_gradient_edge(param).node
+                    self._hooks.append(node.register_prehook(partial(_keep, weakref.ref(bucket), i)))
+                    self._nodes.append(node)
         gradients = [gradient for bucket in self._buckets for gradient in bucket.gradients]
-        self._reducer.refuse_second(gradients, None)
+        self._reducer.refuse_second(gradients, None, "average it once: by data_parallel, or by one optimizer")
         self._reducer.set_buckets(gradients, [bucket for bucket in self._buckets if bucket.gradients])
 
-    def _finish(self, buckets: Sequence[ReducedBucket]) -> None:
+    def finish(self, buckets: Sequence[ReducedBucket]) -> None:
         """Wait for the reductions, and set the gradients."""
         has = [used for bucket in buckets for used in bucket.used]
         first = buckets[0].params[0]
@@ -96,6 +121,12 @@ class PartitionedGradients:
         with torch.no_grad():
             for bucket in buckets:
                 bucket.finish([next(used) for _ in bucket.used])
+
+
+def _finish_if_alive(find: weakref.ref[PartitionedGradients], buckets: Sequence[ReducedBucket]) -> None:
+    found = find()
+    if found is not None:
+        found.finish(buckets)
 
 
 def _keep(find: weakref.ref[ReducedBucket], i: int, _: torch.Tensor) -> None:
@@ -113,6 +144,7 @@ class ReducedBucket:
         waiting: how many of them backward has not computed yet.
         pending: the reduction, once it is started.
         used: whether this rank has a gradient of each parameter.
+        kept: gradients that were reduced in an earlier backward, by the number of the parameter in the bucket.
         inputs: buffers that buckets of this kind are packed in.
     """
 
@@ -120,7 +152,7 @@ class ReducedBucket:
 
     def __init__(self, bucket: ParamBucket, records: Mapping[int, ParamRecord]) -> None:
         self.params, self._bucket, self._group, self._values = bucket.params, bucket.bucket, bucket.group, bucket
-        self._names = [records[id(param)].name for param in bucket.params]
+        self.names = [records[id(param)].name for param in bucket.params]
         self._layouts: list[tuple[Any, tuple[int, ...]]] = []
         for param in bucket.params:
             layout = records[id(param)].layout
@@ -129,7 +161,7 @@ class ReducedBucket:
         self.kind = (bucket.values.dtype, bucket.values.device)
         self.total = bucket.plan.ranges.total
         self.gradients: list[Gradient] = []
-        self._kept: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, torch.Tensor] = {}
         self._average: torch.Tensor | None = None
         self.reset()
 
@@ -142,8 +174,10 @@ class ReducedBucket:
     def keep(self, i: int) -> None:
         """Put aside the gradient of a parameter if it is reduced already: `finish` adds it."""
         grad = self.params[i].grad
+        if grad is None:  # the user dropped it
+            self.kept.pop(i, None)
         if isinstance(grad, ShardedTensor):
-            self._kept[i] = grad._local
+            self.kept[i] = grad._local
             self.params[i].grad = None
 
     @torch.no_grad()
@@ -152,14 +186,14 @@ class ReducedBucket:
         if self._values.pending is not None:
             raise RuleError(
                 "a parameter was used before it had the values of the last step",
-                {"parameters": ", ".join(self._names[:8])},
+                {"parameters": ", ".join(self.names[:8])},
                 "call optimizer.wait() after step(), or leave module= out: no module that was called has them",
             )
         for i, param in enumerate(self.params):
             self.keep(i)
             if param.grad is not None and param.grad.layout is not torch.strided:
                 raise RuleError(
-                    f"the gradient of `{self._names[i]}` is sparse, and flat buffers have dense gradients",
+                    f"the gradient of `{self.names[i]}` is sparse, and flat buffers have dense gradients",
                     fix="make the embedding with sparse=False",
                 )
         self._average = torch.empty(self._bucket.chunk, dtype=self.kind[0], device=self.kind[1])
@@ -173,12 +207,13 @@ class ReducedBucket:
         """Set the gradients of parameters of which any rank has one to their parts of the average."""
         assert self._average is not None and self.pending is not None, "it was started"
         average, self._average = self.pending.wait(), None
-        kept, self._kept = self._kept, {}
+        kept, self.kept = self.kept, {}
         for i, shard in enumerate(self._bucket.flat_shards(average)):
             if not used[i] and i not in kept:
                 continue
             layout, shape = self._layouts[i]
-            local = shard.view(shape)
+            # A rank without a 0-d parameter holds a number that nothing reads; a gradient scaler does.
+            local = shard.view(shape) if shape or shard.numel() else shard.new_zeros(())
             if i in kept:
                 local = local.add_(kept[i]) if used[i] else kept[i]
             self.params[i].grad = wrapper_over(local, layout, None, self._group)

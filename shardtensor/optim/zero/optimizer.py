@@ -264,6 +264,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         self.wait()
         self._division.attach()
         if self._gradients is not None:
+            self._gradients.check()
             self._gradients.refresh()
         loss = self._part.step(self.param_groups, closure, kwargs)
         self._division.drop_gradients()
@@ -296,6 +297,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             self.overlap.begin()
         super().zero_grad(set_to_none)
         if self._gradients is not None:
+            self._gradients.drop()
             self._gradients.refresh()
 
     @contextmanager

@@ -10,7 +10,7 @@ from harness.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtensor.optim.zero.partition import assign_owners, plan_buckets
+from shardtensor.layout.partition import assign_owners, plan_buckets
 
 RANKS = st.integers(1, 9)
 

@@ -15,6 +15,7 @@ from harness import FULL, device
 from torch import nn, optim
 
 import shardtensor as st
+from shardtensor.comm.process_group import as_group
 
 SHAPES = {
     "matrix": (5, 3),
@@ -127,6 +128,80 @@ def quadratic(params: Params) -> Any:
         return loss.detach()
 
     return closure
+
+
+PARTITIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "of_owners": {"partition": "owners"},
+    "of_ranges": {"partition": "ranges"},
+}
+MANY = 1e-4
+"""MiB of a bucket that a few of the parameters fill."""
+AVERAGED = {"rtol": 1e-4, "atol": 1e-5}
+"""Gradients that are sums in another order."""
+
+
+def reducing(params: Any, cls: Any, mode: str = "default", **options: Any) -> st.ZeroRedundancyOptimizer:
+    """The optimizer that reduces gradients in backward, in many buckets."""
+    params = list(params.values()) if isinstance(params, dict) else params
+    options = {"bucket_mib": MANY, **PARTITIONS[mode], **options}
+    return st.ZeroRedundancyOptimizer(params, cls, overlap_gradients=True, **options)
+
+
+def batch(step: int, size: int = 12) -> torch.Tensor:
+    return torch.randn(size, 24, generator=torch.Generator().manual_seed(step)).to(device())
+
+
+def part_of(x: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+    """The part of a batch that this rank computes its loss of, or that a given rank does."""
+    group = as_group()
+    return x.chunk(group.size)[group.rank if rank is None else rank]
+
+
+def loss_of(params: Params, x: torch.Tensor, used: Iterable[str] | None = None) -> torch.Tensor:
+    """A mean over rows of `x`, to which each parameter in `used` gives a value for each row; it is read twice."""
+    total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    for i, name in enumerate(params if used is None else used):
+        flat, weights = params[name].reshape(-1), x[:, : params[name].numel()]
+        products = torch.sin(weights.to(flat.dtype) @ flat) + 0.1 * (i + 1) * torch.sin(flat.square().sum())
+        total = total + products.double()
+    return (total - 1).square().mean() / 10
+
+
+def backward(model: Params, oracle: Params, step: int = 0, used: Any = None, scale: Any = 1.0) -> None:
+    """Run backward from the loss of this rank's part, and from the mean of all parts' losses in the oracle.
+
+    Args:
+        used: the names of the parameters that a rank's loss depends on: for all ranks, or by rank.
+    """
+    size, x = as_group().size, batch(step)
+    names = used if callable(used) else lambda rank: used
+    (loss_of(model, part_of(x), names(as_group().rank)) * scale).backward()
+    (sum(loss_of(oracle, part_of(x, rank), names(rank)) for rank in range(size)) / size * scale).backward()
+
+
+def assert_averaged(model: Params, oracle: Params, why: Any = "", **close: float) -> None:
+    """The gradients are ShardedTensors with the values of the oracle's; None where the oracle has none."""
+    for name, want in oracle.items():
+        got = model[name].grad
+        assert (got is None) == (want.grad is None), f"{why} {name}: {got} is not {want.grad}"
+        if want.grad is not None:
+            assert isinstance(got, st.ShardedTensor), f"{why} {name}: {type(got)}"
+            assert_value(got, want.grad, f"gradient of {name} {why}", **(close or AVERAGED))
+
+
+def train_both(
+    model: Params, ours: optim.Optimizer, oracle: Params, plain: optim.Optimizer, steps: Iterable[int], **close: float
+) -> None:
+    """Step both, and compare gradients and parameters in each step."""
+    for step in steps:
+        backward(model, oracle, step)
+        assert_averaged(model, oracle, step, **close)
+        ours.step()
+        plain.step()
+        assert_equal(model, oracle, step, **(close or AVERAGED))
+        ours.zero_grad()
+        plain.zero_grad()
 
 
 def assert_equal(model: Params, oracle: Params, why: Any = "", **close: float) -> None:
