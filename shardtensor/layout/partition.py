@@ -137,7 +137,7 @@ class Param:
 
 
 @attrs.frozen
-class Held:
+class HeldBytes:
     """The bytes that one rank holds: parameters, gradients, each state tensor of an elementwise class, and buffers."""
 
     parameters: int = 0
@@ -146,7 +146,7 @@ class Held:
     buffers: int = 0
 
 
-def held_bytes(params: Sequence[Param], ranks: int, rank: int, partition: Partition, *, is_reduced: bool) -> Held:
+def held_bytes(params: Sequence[Param], ranks: int, rank: int, partition: Partition, *, is_reduced: bool) -> HeldBytes:
     """Return what one rank holds of parameters in one group, with an elementwise class.
 
     Args:
@@ -180,10 +180,10 @@ def held_bytes(params: Sequence[Param], ranks: int, rank: int, partition: Partit
         else:
             gradients += sum(params[i].length for i in plan.members) * item
             buffers += chunk * item if as_one else 0
-    return Held(parameters, gradients, state, buffers + REDUCE_BUFFERS * sum(packed.values()))
+    return HeldBytes(parameters, gradients, state, buffers + REDUCE_BUFFERS * sum(packed.values()))
 
 
-def _held_by_owners(params: Sequence[Param], ranks: int, rank: int) -> Held:
+def _held_by_owners(params: Sequence[Param], ranks: int, rank: int) -> HeldBytes:
     owners = assign_owners([param.length for param in params], [0] * ranks)
     sizes = [param.length * param.itemsize for param in params]
     trained = [size if param.trains else 0 for size, param in zip(sizes, params, strict=True)]
@@ -196,7 +196,7 @@ def _held_by_owners(params: Sequence[Param], ranks: int, rank: int) -> Held:
         for own in packed.values()
     )
     state = sum(size for size, owner in zip(trained, owners, strict=True) if owner == rank)
-    return Held(sum(sizes), sum(trained), state, buffers)
+    return HeldBytes(sum(sizes), sum(trained), state, buffers)
 
 
 def _stepped(plan: BucketPlan, rank: int, as_one: bool) -> int:

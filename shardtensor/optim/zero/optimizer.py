@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join
 
 from shardtensor.comm.agree import agree, call_text
 from shardtensor.comm.group import Group
@@ -33,11 +33,10 @@ from shardtensor.optim.zero.arguments import (
 from shardtensor.optim.zero.division import Division
 from shardtensor.optim.zero.forward import ForwardWaits
 from shardtensor.optim.zero.gradients import PartitionedGradients
-from shardtensor.optim.zero.join import StepHook
+from shardtensor.optim.zero.join import JoinableStep
 from shardtensor.optim.zero.offload import OffloadedState
 from shardtensor.optim.zero.part_step import PartStep
-from shardtensor.optim.zero.state import PartitionedState
-from shardtensor.optim.zero.state_dict import load, state_by_name
+from shardtensor.optim.zero.state import PartitionedState, load, state_by_name
 
 if TYPE_CHECKING:
     from shardtensor.optim.zero.ddp_hooks import DDPOverlap
@@ -45,15 +44,15 @@ if TYPE_CHECKING:
 Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 
-class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
+class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
     """Step parameters that are replicated on all ranks, with the optimizer state partitioned among the ranks.
 
     Every rank calls `step` with equal gradients, as DistributedDataParallel or `data_parallel` compute them. Each rank
     steps its part with `optimizer_class` and sends the new values to the others. The result is that of
     `optimizer_class` on every rank; the state takes memory once, not once a rank.
 
-    Learning rate schedulers, GradScaler, hooks, ``torch.distributed.algorithms.Join`` and changed hyperparameters in
-    ``param_groups`` work as with a torch optimizer.
+    Learning rate schedulers, GradScaler, hooks and changed hyperparameters in ``param_groups`` work as with a torch
+    optimizer; ``torch.distributed.algorithms.Join`` as with torch's ZeroRedundancyOptimizer.
 
     Args:
         params: parameters, ``named_parameters()``, or groups: a list of dicts with one of these under ``params``. All
@@ -69,8 +68,9 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             element for torch's elementwise classes, a row or a parameter for others (`update_unit`). None: owners;
             ranges for elementwise classes with `overlap_gradients`.
         overlap_gradients: average gradients, too, without DDP: each bucket as soon as backward has computed it, to the
-            ranks that step it (ZeRO stage 2). After backward ``grad`` of a parameter is a ShardedTensor; this rank
-            holds what it steps. Parameters are views of buckets; their values are copied from the first rank now.
+            ranks that step it (ZeRO stage 2). Each backward reaches a parameter on every rank. After backward ``grad``
+            of a parameter is a ShardedTensor; this rank holds what it steps. Parameters are views of buckets; their
+            values are copied from the first rank now.
         module: with `overlap_gradients`, the module that has the parameters: `step` returns before all values are
             there, and the module's next forward waits for each before its first use. Call `wait` before parameters are
             read otherwise, as by an average of models.
@@ -92,7 +92,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         RuleError: (a RuntimeError) a parameter is sharded.
 
     References:
-        Rajbhandari et al., ZeRO (arXiv:1910.02054), stage 1.
+        Rajbhandari et al., ZeRO (arXiv:1910.02054), stages 1 and 2.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -139,7 +139,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         self._options = defaults
         self._is_built = False
         optim.Optimizer.__init__(self, groups, defaults)
-        Joinable.__init__(self)
+        JoinableStep.__init__(self)
         self._is_built = True
         self.group: Group = one_axis(as_group(process_group))
         if not self._is_copy:
@@ -166,15 +166,15 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         self.state = ParamState(self.flat_groups, self.partitioned.records)  # type: ignore[assignment]
         self.overlap: DDPOverlap | None = None  # a hook sets it
         self._waits: ForwardWaits | None = None
-        self._gradients = PartitionedGradients(self.partitioned.records, self.group) if overlap_gradients else None
+        self.gradients = PartitionedGradients(self.partitioned.records, self.group) if overlap_gradients else None
         self._reduce_buckets()
 
     def _reduce_buckets(self) -> None:
         """Reduce the gradients of all buckets in backward from now on."""
-        if self._gradients is not None:
+        if self.gradients is not None:
             if not self._is_copy:
                 self._division.copy_from_first()
-            self._gradients.set_buckets(self._division.buckets)
+            self.gradients.set_buckets(self._division.buckets)
             module = self._arguments["module"]
             self._waits = None if module is None else ForwardWaits(module, self._division.buckets)
 
@@ -263,9 +263,9 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             return None
         self.wait()
         self._division.attach()
-        if self._gradients is not None:
-            self._gradients.check()
-            self._gradients.refresh()
+        if self.gradients is not None:
+            self.gradients.check()
+            self.gradients.refresh()
         loss = self._part.step(self.param_groups, closure, kwargs)
         self._division.drop_gradients()
         if self._waits is None:
@@ -296,9 +296,9 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         if self.overlap is not None:
             self.overlap.begin()
         super().zero_grad(set_to_none)
-        if self._gradients is not None:
-            self._gradients.drop()
-            self._gradients.refresh()
+        if self.gradients is not None:
+            self.gradients.drop()
+            self.gradients.refresh()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -306,7 +306,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
         The next backward outside reduces their sum.
         """
-        gradients = self._gradients
+        gradients = self.gradients
         if gradients is None:
             raise RuleError(
                 "this optimizer does not reduce gradients",
@@ -385,19 +385,3 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         self._consolidated = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    # -- uneven inputs ----------------------------------------------------------------------------------------------
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook by which a rank without inputs left takes part in the steps of the others."""
-        return StepHook(self.step_again)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the first parameter."""
-        return self._all_params[0].device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of the ranks."""
-        return self.group.process_group
