@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch import nn
 
 from fixes.case import Case
 from shardtensor.cli.model_source import builder_of, model_of
+from shardtensor.cli.plan import add_parser
+from shardtensor.cli.plan_report import plan_report
 from shardtensor.plan.loading import load_plan, read_config
 from shardtensor.plan.models.safetensors_shapes import model_from_safetensors
 
@@ -49,6 +52,20 @@ def index(is_there: bool) -> None:
         path = Path(folder, "model.safetensors.index.json")
         path.write_text(json.dumps({"metadata": {}, "weight_map": {"w": "one.safetensors"}}))
         model_from_safetensors(path)
+
+
+def report(*options: str) -> dict[str, Any]:
+    """The report of ``shardtensor plan`` for a model whose parameters four ranks shard."""
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    config = str(MODELS / "llama3-8b" / "config.json")
+    return plan_report(parser.parse_args(["plan", "llama", "--model", config, "--world", "4", "--no-step", *options]))
+
+
+def state_is_sharded() -> None:
+    """A rank holds two numbers of AdamW for each element of its shards alone."""
+    held = report()["memory"]["most"]
+    assert held["optimizer"] == 2 * held["parameters"] < report("--set", "tp=1")["memory"]["most"]["optimizer"]
 
 
 LLAMA = read_config(MODELS / "llama3-8b" / "config.json")[0]
@@ -86,6 +103,11 @@ CASES: dict[str, Case] = {
             "put them beside it": lambda: index(True),
             "give --model config.json alone, if the plan has dims": of({}),
         },
+        mesh="",
+    ),
+    "parts of parameters that are sharded": Case(
+        lambda: report("--zero", "owners"),
+        {"leave --zero out: sharded parameters have sharded state": state_is_sharded},
         mesh="",
     ),
 }

@@ -18,7 +18,7 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError, ShardTensorError
 from shardtensor.layout.partition import Partition
-from shardtensor.optim.state import ParamState, start_state
+from shardtensor.optim.state import start_state
 from shardtensor.optim.update_units import UpdateUnit, update_unit
 from shardtensor.optim.zero.arguments import (
     OWN_KEYS,
@@ -36,7 +36,7 @@ from shardtensor.optim.zero.gradients import PartitionedGradients
 from shardtensor.optim.zero.join import JoinableStep
 from shardtensor.optim.zero.offload import OffloadedState
 from shardtensor.optim.zero.part_step import PartStep
-from shardtensor.optim.zero.state import PartitionedState, load, state_by_name
+from shardtensor.optim.zero.state import HeldState, PartitionedState, load, state_by_name
 
 if TYPE_CHECKING:
     from shardtensor.optim.zero.ddp_hooks import DDPOverlap
@@ -152,7 +152,8 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
             is_reduced=overlap_gradients,
         )
         self.partitioned = PartitionedState(self.group, by_rows=self.unit == "row")
-        self._consolidated: dict[Any, Any] | None = None
+        self._consolidated: dict[Any, Any] | None = None  # on the rank that it was sent to
+        self._is_consolidated = False
         for group in self.param_groups:
             self._divide(group)
         self.optim = self._make([self._inner_group(group) for group in self.param_groups])
@@ -163,7 +164,9 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
             *(self.optim, self._division), is_elementwise=self.unit == "element", offloaded=self._offloaded
         )
         self.flat_groups = self._part.flat_groups
-        self.state = ParamState(self.flat_groups, self.partitioned.records)  # type: ignore[assignment]
+        self.state: HeldState = HeldState(self.flat_groups, self.partitioned.records)  # type: ignore[assignment]
+        if self.unit == "element":  # some classes make state in their constructor
+            self.state.is_anywhere = bool(self._make([{"params": [torch.zeros(1, requires_grad=True)]}]).state)
         self.overlap: DDPOverlap | None = None  # a hook sets it
         self._waits: ForwardWaits | None = None
         self.gradients = PartitionedGradients(self.partitioned.records, self.group) if overlap_gradients else None
@@ -189,6 +192,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
             state = self.flat_groups.state_of(old.leaf)
             if state:
                 copied.optim.state[new.leaf] = copy.deepcopy(dict(state), memo)
+        copied.state.is_anywhere = self.state.is_anywhere
         copied._is_copy = False
         return copied
 
@@ -266,6 +270,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
         if self.gradients is not None:
             self.gradients.check()
             self.gradients.refresh()
+        self._forget_consolidated()
         loss = self._part.step(self.param_groups, closure, kwargs)
         self._division.drop_gradients()
         if self._waits is None:
@@ -282,6 +287,10 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
         if self._offloaded is not None:
             self._offloaded.synchronize()
 
+    def _forget_consolidated(self) -> None:
+        """Note that the state changes."""
+        self._consolidated, self._is_consolidated, self.state.is_anywhere = None, False, True
+
     def wait(self) -> None:
         """Wait until all parameters have the values of the last step, with `module`."""
         if self._waits is not None:
@@ -289,6 +298,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
 
     def step_with(self, grads: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Step this rank's parameters among those that have a gradient here, with that gradient; sends nothing."""
+        self._forget_consolidated()
         self._part.step_with(grads, self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -334,20 +344,20 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
         agree(self.group, "consolidate_state_dict", {"to": str(to)})
         self.synchronize()
         copy_options(self.param_groups, self.optim.param_groups)
-        self._consolidated = self.partitioned.consolidated(self.flat_groups, to)
+        self._consolidated, self._is_consolidated = self.partitioned.consolidated(self.flat_groups, to), True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters.
 
-        After `consolidate_state_dict`, on its rank: the state dict of `optimizer_class`, keyed by number, with full
-        tensors on the CPU, as of that call. Else, for named parameters: keyed by name, with ShardedTensors of which
-        each rank holds its part; all ranks call it then.
+        After `consolidate_state_dict`, until the next step, on its rank: the state dict of `optimizer_class`, keyed by
+        number, with full tensors on the CPU. Without that call, if parameters have names: keyed by name, with
+        ShardedTensors of which each rank holds its part; all ranks call it then.
 
         Raises:
-            RuntimeError: the state is not consolidated on this rank, and the parameters have no names.
+            RuntimeError: the state was sent to another rank, or to none and the parameters have no names.
         """
         if self._consolidated is None:
-            if all("param_names" in group for group in self.param_groups):
+            if not self._is_consolidated and all("param_names" in group for group in self.param_groups):
                 return self.state_by_name(self.names)
             raise RuntimeError(
                 "Optimizer state has not been consolidated on this rank. "
@@ -382,6 +392,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
         load(self, loaded)
-        self._consolidated = None
+        self.state.is_anywhere = bool(loaded["state"])
+        self._consolidated, self._is_consolidated = None, False
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

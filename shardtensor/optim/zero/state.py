@@ -17,7 +17,7 @@ from shardtensor.layout.layout import Layout
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.flat_groups import FlatGroups
 from shardtensor.optim.named_params import ParamRecord
-from shardtensor.optim.state import is_scalar, mapped, scalar_value
+from shardtensor.optim.state import ParamState, is_scalar, mapped, scalar_value
 from shardtensor.optim.zero.arguments import OWN_KEYS, copy_options
 from shardtensor.spec.nodes import Cut, Replicate, Spec
 from shardtensor.tensor.placing import bind_named, mesh_of
@@ -31,6 +31,19 @@ _AXIS = "dp"
 """A name for the ranks in specs; the group has no mesh, so any name stands for them."""
 
 State = dict[str, dict[str, Any]]
+
+
+class HeldState(ParamState):
+    """The state that this rank holds; it is true if any rank holds some, so that all ranks decide alike.
+
+    Attributes:
+        is_anywhere: whether any rank holds state.
+    """
+
+    is_anywhere = False
+
+    def __bool__(self) -> bool:
+        return self.is_anywhere
 
 
 @attrs.frozen
