@@ -88,8 +88,8 @@ class Group(ABC):
 
     def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor, op: str = "sum") -> Pending:
         """Start to reduce `flat` over the group and write this member's range of it, all of one size, into the flat
-        `out`; `op` is ``sum`` or ``avg``. On cuda it runs in the current stream, and `out` may be that range of
-        `flat`."""
+        `out`; `op` is ``sum`` or ``avg``, which may change `flat`. On cuda it runs in the current stream, and `out`
+        may be that range of `flat`."""
         overwrite(out, self.reduce_scatter(flat))
         return Pending(out if op == "sum" else out.data.div_(self.size))
 

@@ -120,8 +120,11 @@ class TorchGroup(Group):
             return Started(work, out, self.process_group, call="reduce_scatter", source=flat)
         if op == "sum" or (flat.is_cuda, flat.dtype, "sum") not in self.support.reduced_as_is:
             return super().reduce_scatter_into(out, flat, op)
+        if flat.dtype == torch.float16:  # its sum may be too large
+            flat.data.div_(self.size)
         work = primitives.reduce_scatter_into(self.process_group, out, flat)
-        return Started(work, out, self.process_group, lambda: out.data.div_(self.size), "reduce_scatter", flat)
+        finish = None if flat.dtype == torch.float16 else lambda: out.data.div_(self.size)
+        return Started(work, out, self.process_group, finish, "reduce_scatter", flat)
 
     def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"

@@ -1,4 +1,4 @@
-"""ZeRO: which rank steps which parameter, which parameters share a flat buffer, what a rank holds. Integers only."""
+"""ZeRO: the owner of each parameter, buckets and their ranges, the bytes that each rank holds. Integers only."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shardtensor.layout.ranges import REDUCE_BUFFERS, Ranges, lay_out, lay_out_o
 Partition = Literal["owners", "ranges"]
 
 SENT_ALONE_BYTES = 1 << 18
-"""Smaller tensors are copied together to be sent or stepped: each by itself costs the host more than the copies."""
+"""Smaller tensors are copied into one buffer to be sent or stepped: a call for each costs the host more."""
 
-_WASTE = 8  # a buffer with less than 1 / 8 of padding is balanced well enough
+_WASTE = 8  # at most 1 / 8 of a bucket may be padding
 
 
 def assign_owners(sizes: Sequence[int], loads: list[int]) -> list[int]:
@@ -77,6 +77,14 @@ def plan_buckets(
         partition: whether ranks own whole parameters or equal ranges.
         grains: with ranges, how many consecutive elements of each parameter no range divides.
         loads: with owners, the elements that each rank has already; updated.
+
+    Returns:
+        the buckets, in the order in which backward fills them.
+
+    Example:
+        >>> plans = plan_buckets(["a"] * 4, [32, 16, 16, 32], 2, [48] * 4, "ranges", [1] * 4, [0, 0])
+        >>> [(plan.members, plan.ranges.chunk) for plan in plans]
+        [((2, 3), 32), ((0, 1), 32)]
     """
     open_: dict[Hashable, list[int]] = {}
     plans: list[BucketPlan] = []

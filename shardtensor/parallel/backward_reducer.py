@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -69,17 +69,10 @@ class BackwardReducer:
             self._hook(i, gradient)
         self._start_round()
 
-    def refuse_second(self, gradients: list[Gradient], instead_of: BackwardReducer | None, fix: str) -> None:
-        """Raise LayoutError if a gradient is reduced already, by another reducer than `instead_of`."""
-        for gradient in gradients:
-            for hook in (getattr(gradient.leaf, "_post_accumulate_grad_hooks", None) or {}).values():
-                if getattr(hook, "func", None) is if_alive and hook.args[0]() not in (None, self, instead_of):
-                    raise LayoutError(f"the gradient of `{gradient.name}` is averaged already", fix=fix)
-
     def _hook(self, index: int, gradient: Gradient) -> None:
         leaf = gradient.leaf
         if self.buckets:
-            hook = partial(if_alive, weakref.ref(self), BackwardReducer.arrived, index)
+            hook = partial(if_alive, weakref.ref(self), BackwardReducer._on_gradient, index)
             self._leaf_handles.append(leaf.register_post_accumulate_grad_hook(hook))
         if gradient.share != 1.0:  # before accumulation: the accumulated gradient is scaled already
             with torch.enable_grad():
@@ -97,14 +90,14 @@ class BackwardReducer:
 
     def start_over(self) -> None:
         """Forget a backward that an error stopped."""
-        if self._tasks or any(self._is_here):
+        if self._tasks or any(self._is_ready):
             self._start_round()
 
     def _start_round(self) -> None:
         # Of running backwards; autograd drops the callback of one that an error stopped.
         self._tasks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._next = 0
-        self._is_here = [False] * len(self.gradients)
+        self._is_ready = [False] * len(self.gradients)
         for bucket in self.buckets:
             bucket.reset()
 
@@ -112,22 +105,22 @@ class BackwardReducer:
         """Make the running backward call `_end` when it ends."""
         task = torch._C._current_graph_task_id()
         if self.is_on and task not in self._tasks:
-            if not self._tasks and any(self._is_here):  # an error stopped the last backward
+            if not self._tasks and any(self._is_ready):  # an error stopped the last backward
                 self._start_round()
             end = partial(self._end, task)
             self._tasks[task] = end
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def arrived(self, index: int) -> None:
+    def _on_gradient(self, index: int) -> None:
         """Count a gradient that has been accumulated, and start the buckets that are full, in order."""
         if not self.is_on:
             return
         self.begin()
-        bucket, was_here = self._bucket_of[index], self._is_here[index]
-        self._is_here[index] = True
+        bucket, was_ready = self._bucket_of[index], self._is_ready[index]
+        self._is_ready[index] = True
         if bucket is None:
             return
-        if was_here:
+        if was_ready:
             if bucket.pending is not None:
                 raise RuleError(
                     f"a gradient came to `{self.gradients[index].name}` after its bucket had been sent",
@@ -145,7 +138,7 @@ class BackwardReducer:
 
     def _end(self, task: int) -> None:
         self._tasks.pop(task, None)
-        if self._tasks or not any(self._is_here):  # an outer backward still runs, or no gradient was accumulated
+        if self._tasks or not any(self._is_ready):  # an outer backward still runs, or no gradient was accumulated
             return
         try:
             while self._next < len(self.buckets):
@@ -153,6 +146,16 @@ class BackwardReducer:
             self._finish(self.buckets)
         finally:
             self._start_round()
+
+
+def refuse_reduced(named: Iterable[tuple[str, torch.Tensor]], fix: str, *allowed: BackwardReducer | None) -> None:
+    """Raise LayoutError if the gradient of a leaf is reduced already, by a reducer that is not in `allowed`."""
+    for name, leaf in named:
+        for hook in (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values():
+            if getattr(hook, "func", None) is if_alive and hook.args[0]() not in (None, *allowed):
+                raise LayoutError(
+                    f"another optimizer or data_parallel reduces the gradient of `{name}` already", fix=fix
+                )
 
 
 def if_alive(find: weakref.ref[BackwardReducer], method: Callable[..., None], *args: Any) -> None:

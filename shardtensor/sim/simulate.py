@@ -99,6 +99,8 @@ class SimGroup(Group):
         )
 
     def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor, op: str = "sum") -> Pending:
+        if op == "avg" and flat.dtype == torch.float16:  # its sum may be too large
+            return _Into(out, self.reduce_scatter_async(flat / self.size))
         return _Into(out, self.reduce_scatter_async(flat), divisor=self.size if op == "avg" else 1)
 
     # -- data movement ------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -264,6 +264,56 @@ def accumulates_by_itself() -> None:
     accumulates(model, optimizer, optimizer.no_sync)
 
 
+def steps_after(is_last_reduced: bool) -> None:
+    """Two backwards, the first or the second of which only accumulates."""
+    model, dense = made(), made()
+    optimizer, oracle = reducing(model), optim.SGD(dense.parameters(), lr=0.1)
+    for i, x in enumerate((X, -X)):
+        with optimizer.no_sync() if (i == 0) == is_last_reduced else nullcontext():
+            loss(model, part(x)).backward()
+        loss(dense, x).backward()
+    optimizer.step()
+    oracle.step()
+    assert_equal(model, dense)
+
+
+def second(deletes_first: bool) -> None:
+    """Another optimizer for a model whose first one reduces its gradients."""
+    model, dense = made(), made()
+    first = reducing(model)
+    if deletes_first:
+        del first
+    optimizer, oracle = reducing(model), optim.SGD(dense.parameters(), lr=0.1)
+    step(model, optimizer, part(X))
+    step(dense, oracle, X)
+    assert_equal(model, dense)
+
+
+def grows(deletes_first: bool) -> None:
+    """A group that is added of a layer whose gradients another optimizer reduces."""
+    model, dense = made(), made()
+    first = reducing(model[0])
+    optimizer, oracle = reducing(model[2]), optim.SGD(dense.parameters(), lr=0.1)
+    if deletes_first:
+        del first
+    optimizer.add_param_group({"params": [(f"0.{name}", param) for name, param in model[0].named_parameters()]})
+    step(model, optimizer, part(X))
+    step(dense, oracle, X)
+    assert_equal(model, dense)
+
+
+def two_layers(names: tuple[str, str]) -> None:
+    """Groups of two layers whose names are those inside of each layer, after a prefix."""
+    model, dense = made(), made()
+    layers = zip(names, (model[0], model[2]), strict=True)
+    groups = [{"params": [(prefix + name, x) for name, x in layer.named_parameters()]} for prefix, layer in layers]
+    optimizer = st.ZeroRedundancyOptimizer(groups, optim.SGD, lr=0.1)
+    oracle = optim.SGD(dense.parameters(), lr=0.1)
+    step(averaged(model), optimizer, part(X))
+    step(dense, oracle, X)
+    assert_equal(model, dense)
+
+
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 
@@ -372,7 +422,7 @@ CASES: dict[str, Case] = {
     ),
     "parts of what a class updates together": Case(
         lambda: lbfgs(overlap_gradients=True),
-        {"leave overlap_with_ddp and overlap_gradients out": lbfgs},
+        {"leave overlap_with_ddp and overlap_gradients out; every rank then steps all parameters": lbfgs},
         mesh="dp=2",
     ),
     "sharded parameters": Case(
@@ -386,7 +436,7 @@ CASES: dict[str, Case] = {
     "steps in a backward with unused parameters": Case(
         lambda: alone(lambda: stepped_in_backward(find_unused_parameters=True)),
         {
-            "find_unused_parameters=False, or overlap_with_ddp=False": lambda: [
+            "find_unused_parameters=False if all are used; else no hook": lambda: [
                 alone(lambda: stepped_in_backward(find_unused_parameters=False)),
                 alone(stepped_after_backward),
             ]
@@ -401,7 +451,7 @@ CASES: dict[str, Case] = {
     "averaged by data_parallel, too": Case(
         lambda: reducing(averaged(made())),
         {
-            "average it once: by data_parallel, or by one optimizer": lambda: [
+            "delete the other optimizer first (del), or leave overlap_gradients out": lambda: [
                 trains(lambda model: zero(averaged(model))),
                 trains(reducing),
             ]
@@ -409,14 +459,29 @@ CASES: dict[str, Case] = {
         mesh="dp=2",
     ),
     "averaged by two optimizers": Case(
-        lambda: [reducing(model) for model in (lambda model: (model, model[0]))(made())],
-        {"average it once: by data_parallel, or by one optimizer": lambda: trains(reducing)},
+        lambda: second(deletes_first=False),
+        {"delete the other optimizer first (del), or leave overlap_gradients out": lambda: second(deletes_first=True)},
+        mesh="dp=2",
+    ),
+    "a group that another optimizer averages": Case(
+        lambda: grows(deletes_first=False),
+        {"delete the other optimizer first (del), or leave overlap_gradients out": lambda: grows(deletes_first=True)},
+        mesh="dp=2",
+    ),
+    "a step after a backward that only accumulates": Case(
+        lambda: steps_after(is_last_reduced=False),
+        {"run the last backward before step() outside of no_sync()": lambda: steps_after(is_last_reduced=True)},
+        mesh="dp=2",
+    ),
+    "two parameters of one name": Case(
+        lambda: two_layers(("", "")),
+        {"give each its own name": lambda: two_layers(("0.", "2."))},
         mesh="dp=2",
     ),
     "read before it has the values of the last step": Case(
         lambda: trains(lambda model: reducing(model, module=model), call=by_hand),
         {
-            "call optimizer.wait() after step(), or leave module= out": lambda: [
+            "call optimizer.wait() before forward, or pass the module whose forward reads them as module=": lambda: [
                 trains(
                     lambda model: reducing(model, module=model),
                     after=st.ZeroRedundancyOptimizer.wait,
@@ -445,7 +510,9 @@ CASES: dict[str, Case] = {
     "a rank without inputs that would reduce": Case(
         lambda: alone(lambda: Join([reducing(made())])),
         {
-            "leave overlap_gradients out, and average gradients before step()": lambda: in_processes(joined),
+            "leave overlap_gradients out, and pass Join a Joinable before this one that averages gradients": lambda: (
+                in_processes(joined)
+            ),
         },
         mesh="",
     ),
@@ -467,11 +534,7 @@ CASES: dict[str, Case] = {
     ),
     "a model that was converted": Case(
         lambda: converted(is_first=False),
-        {
-            "convert the model first, then make the optimizer and load the old one's state into it": lambda: converted(
-                is_first=True
-            )
-        },
+        {"convert the model first; else keep state_dict(), delete this optimizer": lambda: converted(is_first=True)},
         mesh="dp=2",
     ),
 }

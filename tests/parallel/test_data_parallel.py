@@ -599,7 +599,8 @@ def refusals():
     with pytest.raises(st.LayoutError) as error:
         st.data_parallel(whole[0], "dp", mesh)
     assert str(error.value) == (
-        "the gradient of `weight` is averaged already\n  fix  call data_parallel once, on the whole model"
+        "another optimizer or data_parallel reduces the gradient of `weight` already\n"
+        "  fix  call data_parallel once, on the whole model"
     )
     with pytest.raises(st.RuleError) as error:
         st.data_parallel(nn.Embedding(4, 2, sparse=True), "dp", mesh)

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from shardtensor.comm.agree import agree
+from shardtensor.comm.agree import agree, call_text
 from shardtensor.comm.group import Group
-from shardtensor.errors import RuleError, ShardTensorError
+from shardtensor.errors import LayoutError, RuleError, ShardTensorError
 from shardtensor.layout.partition import Partition
 from shardtensor.optim.named_params import params_text
 from shardtensor.optim.update_units import UpdateUnit, steps_apart
@@ -52,13 +53,23 @@ def as_list(params: Any) -> list[Any]:
     tensors = [tensor[1] if isinstance(tensor, tuple) and len(tensor) == 2 else tensor for tensor in tensors]
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         raise TypeError("`params` argument should be an iterable of Tensors, (name, Tensor) pairs or dicts")
-    types = sorted({torch.typename(tensor) for tensor in tensors})
-    if len(types) > 1 or any(tensor.is_sparse for tensor in tensors):
+    if any(tensor.is_sparse for tensor in tensors):
+        raise ValueError("ZeroRedundancyOptimizer only supports dense parameters, and some are sparse")
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise ValueError("a parameter is listed twice; a rank would step it twice, and others not")
+    return members
+
+
+def check_one_type(groups: Iterable[Any]) -> None:
+    """Raise ValueError if parameters have several types, as torch's class does."""
+    members = [member for group in groups for member in (group["params"] if isinstance(group, dict) else [group])]
+    types = sorted({torch.typename(member[1] if isinstance(member, tuple) else member) for member in members})
+    if len(types) > 1:
         raise ValueError(
             "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got "
             + " and ".join(types)
+            + '; partition="ranges" and overlap_gradients=True take several'
         )
-    return members
 
 
 def members_of(params: Any) -> list[Any]:
@@ -66,7 +77,9 @@ def members_of(params: Any) -> list[Any]:
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
-def check_overlap(arguments: Mapping[str, Any], unit: UpdateUnit, partition: Partition) -> None:
+def check_arguments(
+    arguments: Mapping[str, Any], unit: UpdateUnit, partition: Partition, groups: Iterable[Any]
+) -> None:
     """Raise if the arguments of an optimizer contradict each other.
 
     Raises:
@@ -83,9 +96,11 @@ def check_overlap(arguments: Mapping[str, Any], unit: UpdateUnit, partition: Par
             "its own. Leave one out; overlap_gradients=True needs no DDP"
         )
     if arguments["module"] is not None and not overlap_gradients:
-        raise ValueError(
-            "module is an argument of overlap_gradients=True: without it, step sends values before it returns"
-        )
+        raise ValueError("module= needs overlap_gradients=True: pass both, or leave module out")
+    if isinstance(arguments["module"], nn.parallel.DistributedDataParallel):
+        raise ValueError("overlap_gradients replaces DistributedDataParallel: pass the module that it wraps, unwrapped")
+    if partition == "owners" and not overlap_gradients:
+        check_one_type(groups)
     if arguments["offload_state"] and not steps_apart(arguments["optimizer_class"]):
         raise RuleError(
             f"{arguments['optimizer_class'].__name__} may update parameters together, so its state cannot be copied in "
@@ -96,7 +111,7 @@ def check_overlap(arguments: Mapping[str, Any], unit: UpdateUnit, partition: Par
         name = arguments["optimizer_class"].__name__
         raise RuleError(
             f"{name} updates all parameters together: every rank has to step all of them",
-            fix="leave overlap_with_ddp and overlap_gradients out",
+            fix="leave overlap_with_ddp and overlap_gradients out; every rank then steps all parameters",
         )
 
 
@@ -108,13 +123,34 @@ def copy_group(group: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]
     return {**copied, "params": params if names is None else list(zip(names, params, strict=True))}
 
 
-def agree_on(ranks: Group, call: str, options: str, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise on every rank if options or parameters differ between ranks, or cannot be partitioned."""
+REDUCED_TWICE = "delete the other optimizer first (del), or leave overlap_gradients out"
+"""How to go on if gradients of a parameter are reduced already."""
+
+
+def options_text(arguments: Mapping[str, Any], partition: Partition, defaults: Mapping[str, Any]) -> str:
+    """Return the options that must be equal on all ranks, as text."""
+    own = {key: value for key, value in arguments.items() if key not in ("optimizer_class", "process_group", *defaults)}
+    own |= {"partition": partition, "module": arguments["module"] is not None}
+    return f"{call_text(arguments['optimizer_class'], (), defaults)}, {call_text(None, (), own)}"
+
+
+def agree_on(ranks: Group, call: str, options: str, groups: Iterable[Mapping[str, Any]], known: Iterable[str]) -> None:
+    """Raise on every rank if options or parameters differ between ranks, or cannot be partitioned.
+
+    Args:
+        known: names of other parameters of the optimizer.
+    """
     fault: ShardTensorError | None = None
     texts = []
+    seen = set(known)
     for group in groups:
         names = group.get("param_names") or [str(i) for i in range(len(group["params"]))]
         pairs = list(zip(names, group["params"], strict=True))
+        own = call_text(None, (), {key: value for key, value in group.items() if key not in OWN_KEYS})
+        texts.append(f"group {own}")
+        if group.get("param_names") and (twice := [name for name in names if name in seen or names.count(name) > 1]):
+            fault = LayoutError(f'two parameters are called "{twice[0]}"', fix="give each its own name")
+        seen.update(names if group.get("param_names") else ())
         frozen = ", ".join(name for name, param in pairs if not param.requires_grad)
         texts.append(params_text({"params": pairs}) + (f"\nwithout gradients: {frozen}" if frozen else ""))
         sharded = [name for name, param in pairs if isinstance(param, ShardedTensor)]

@@ -22,12 +22,12 @@ def hook_with_zero_step(
 ) -> Hook:
     """Return a DDP communication hook that reduces gradients with `hook`, and steps at the end of backward.
 
-    Each rank steps its parameters of all buckets when the last bucket is reduced. When backward returns, all ranks have
-    the new values; do not call ``zero.step()``.
+    The optimizer updates the parameters of all buckets when the last bucket is reduced. When backward returns, all
+    ranks have the new values. Do not scale the loss (GradScaler) and do not clip gradients: the update ran already.
 
-    It steps in every backward after the first ``zero.zero_grad()``. A training loop that calls it after backward is
-    stepped for that first backward by this call. Without such a call, as code for torch's class may be written, the
-    first two backwards (three with a static graph) do not step.
+    It updates in every backward after the first ``zero.zero_grad()``. If that call comes after the first backward, it
+    applies the update of that backward. Without any such call, as in code for torch's class, the first two backwards
+    (three with a static graph) do not update.
 
     Args:
         hook: reduces a bucket: `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook`, or any other
@@ -73,7 +73,7 @@ def _hook(
     if ddp.find_unused_parameters and not ddp.static_graph:
         raise RuleError(
             "DDP reduces unused parameters as zeros, so a step in its backward would update them",
-            fix="find_unused_parameters=False, or overlap_with_ddp=False",
+            fix="find_unused_parameters=False if all are used; else no hook, no overlap_with_ddp, and zero.step()",
         )
     overlap = DDPOverlap(zero, skipped_at_most=3 if ddp.static_graph else 2)
     zero.overlap = overlap

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,14 +32,26 @@ class ForwardWaits:
         self._events = {bucket: self._streams.event() for bucket in self._buckets}
         bucket_of = {id(param): bucket for bucket in buckets for param in bucket.params}
         waited: set[ParamBucket] = set()
+        self._handles: list[Any] = [
+            # A module that only reads parameters of its submodules does not wait for them. Backward notices; without
+            # one, no later forward reads old values.
+            module.register_forward_hook(WaitHook(self, self._buckets, with_grad=False)),
+            module.register_load_state_dict_pre_hook(WaitHook(self, self._buckets)),
+        ]
         for submodule in module.modules():
             if any(param is not None for param in submodule._parameters.values()):
                 found = [bucket_of[id(param)] for param in submodule.parameters() if id(param) in bucket_of]
                 needed = list(dict.fromkeys(found))
                 waited.update(needed)
-                submodule.register_forward_pre_hook(WaitHook(self, needed), prepend=True)
-            submodule.register_state_dict_pre_hook(WaitHook(self, self._buckets))
+                self._handles.append(submodule.register_forward_pre_hook(WaitHook(self, needed), prepend=True))
+            self._handles.append(submodule.register_state_dict_pre_hook(WaitHook(self, self._buckets)))
         self._outside = [bucket for bucket in self._buckets if bucket not in waited]
+
+    def remove(self) -> None:
+        """Wait for all values, and remove the hooks from the module."""
+        self.wait()
+        for handle in self._handles:
+            handle.remove()
 
     @torch.no_grad()
     def send(self) -> None:
@@ -64,20 +75,24 @@ class ForwardWaits:
 
 
 class WaitHook:
-    """Waits before a module's forward, or before its state dict is made."""
+    """Waits before a module's forward, or before its state dict is made or loaded.
 
-    def __init__(self, waits: ForwardWaits, buckets: Sequence[ParamBucket]) -> None:
-        self._find, self._buckets = weakref.ref(waits), buckets
+    Args:
+        with_grad: whether it waits if gradients are recorded, too.
+    """
+
+    def __init__(self, waits: ForwardWaits, buckets: Sequence[ParamBucket], with_grad: bool = True) -> None:
+        self._waits, self._buckets, self._with_grad = waits, buckets, with_grad
 
     def __reduce__(self) -> Any:
-        return NoWait, ()  # a copy of the module has parameters of its own
+        self._waits.wait()  # the module is being copied
+        return NoWait, ()  # the copy has parameters of its own
 
     @untraced("the wait for new values cannot be compiled: compile submodules without fullgraph=True")
     def __call__(self, *args: Any) -> None:
         """Wait for the buckets that are being sent."""
-        waits = self._find()
-        if waits is not None:
-            waits.wait(self._buckets)
+        if self._with_grad or not torch.is_grad_enabled():
+            self._waits.wait(self._buckets)
 
 
 class NoWait:

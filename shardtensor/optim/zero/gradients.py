@@ -35,12 +35,13 @@ class PartitionedGradients:
 
     def __init__(self, records: Mapping[int, ParamRecord], group: Group) -> None:
         self._group, self._records = group, records
-        self._reducer = BackwardReducer(partial(_finish_if_alive, weakref.ref(self)))
+        self.reducer = BackwardReducer(partial(_finish_if_alive, weakref.ref(self)))
         self._buckets: list[ReducedBucket] = []
         self._inputs: dict[Any, ReduceInputs] = {}
         self._hooks: list[Any] = []
         self._nodes: list[Any] = []
         self._trains: list[bool] = []
+        self._has_unreduced = False  # a backward in no_sync was the last one
 
     def set_buckets(self, buckets: Sequence[ParamBucket]) -> None:
         """Reduce the gradients of these buckets from now on."""
@@ -56,19 +57,26 @@ class PartitionedGradients:
     @property
     def is_on(self) -> bool:
         """Whether backward reduces gradients; else it accumulates them."""
-        return self._reducer.is_on
+        return self.reducer.is_on
 
     @is_on.setter
     def is_on(self, value: bool) -> None:
-        self._reducer.is_on = value
+        self.reducer.is_on = value
 
     def drop(self) -> None:
         """Drop gradients that were put aside in a backward that did not reduce."""
+        self._has_unreduced = False
         for bucket in self._buckets:
-            bucket.kept.clear()
+            bucket.accumulated.clear()
 
     def check(self) -> None:
-        """Raise RuleError if a parameter has a gradient that was not reduced, because it required none before."""
+        """Raise RuleError if a parameter has a gradient that backward has not reduced."""
+        if self._has_unreduced:
+            raise RuleError(
+                "parameters have gradients that no backward has reduced",
+                {"because": "the last backward ran inside no_sync()"},
+                "run the last backward before step() outside of no_sync()",
+            )
         flags = iter(self._trains)
         late = [
             name
@@ -78,14 +86,18 @@ class PartitionedGradients:
         ]
         if late:
             raise RuleError(
-                "parameters have gradients that were not reduced: they required none when the last ones were dropped",
+                "requires_grad was set after the last zero_grad(), so backward did not reduce these gradients",
                 {"parameters": ", ".join(late[:8])},
                 "call requires_grad_() before optimizer.zero_grad()",
             )
 
+    def note_backward(self) -> None:
+        """Note that backward computes a gradient."""
+        self._has_unreduced = not self.is_on
+
     def refresh(self) -> None:
         """Forget a backward that an error stopped; hook parameters again if others require a gradient now."""
-        self._reducer.start_over()
+        self.reducer.start_over()
         trains = [param.requires_grad for bucket in self._buckets for param in bucket.params]
         if trains == self._trains:
             return
@@ -101,14 +113,16 @@ class PartitionedGradients:
                     bucket.gradients.append(Gradient(name, param, param, self._group, 1.0, param.dtype))
                     with torch.enable_grad():
                         node = torch.autograd.graph.get_gradient_edge(param).node
-                    self._hooks.append(node.register_prehook(partial(_keep, weakref.ref(bucket), i)))
+                    self._hooks.append(
+                        node.register_prehook(partial(_set_aside, weakref.ref(self), weakref.ref(bucket), i))
+                    )
                     self._nodes.append(node)
         gradients = [gradient for bucket in self._buckets for gradient in bucket.gradients]
-        self._reducer.refuse_second(gradients, None, "average it once: by data_parallel, or by one optimizer")
-        self._reducer.set_buckets(gradients, [bucket for bucket in self._buckets if bucket.gradients])
+        self.reducer.set_buckets(gradients, [bucket for bucket in self._buckets if bucket.gradients])
 
     def finish(self, buckets: Sequence[ReducedBucket]) -> None:
         """Wait for the reductions, and set the gradients."""
+        self._has_unreduced = False
         has = [used for bucket in buckets for used in bucket.used]
         first = buckets[0].params[0]
         flags: dict[str, Any] = {"dtype": torch.float32, "device": first.device}
@@ -129,11 +143,14 @@ def _finish_if_alive(find: weakref.ref[PartitionedGradients], buckets: Sequence[
         found.finish(buckets)
 
 
-def _keep(find: weakref.ref[ReducedBucket], i: int, _: torch.Tensor) -> None:
-    """Before autograd adds to the gradient of a parameter: put aside one that is reduced already."""
-    bucket = find()
-    if bucket is not None:
-        bucket.keep(i)
+def _set_aside(
+    find: weakref.ref[PartitionedGradients], find_bucket: weakref.ref[ReducedBucket], i: int, _: torch.Tensor
+) -> None:
+    """Before autograd adds to the gradient of a parameter: set aside one that is reduced already."""
+    gradients, bucket = find(), find_bucket()
+    if gradients is not None and bucket is not None:
+        gradients.note_backward()
+        bucket.set_aside(i)
 
 
 class ReducedBucket:
@@ -144,7 +161,7 @@ class ReducedBucket:
         waiting: how many of them backward has not computed yet.
         pending: the reduction, once it is started.
         used: whether this rank has a gradient of each parameter.
-        kept: gradients that were reduced in an earlier backward, by the number of the parameter in the bucket.
+        accumulated: gradients that were reduced in an earlier backward, by the number of the parameter in the bucket.
         inputs: buffers that buckets of this kind are packed in.
     """
 
@@ -161,7 +178,7 @@ class ReducedBucket:
         self.kind = (bucket.values.dtype, bucket.values.device)
         self.total = bucket.plan.ranges.total
         self.gradients: list[Gradient] = []
-        self.kept: dict[int, torch.Tensor] = {}
+        self.accumulated: dict[int, torch.Tensor] = {}
         self._average: torch.Tensor | None = None
         self.reset()
 
@@ -171,13 +188,13 @@ class ReducedBucket:
         self.pending: Pending | None = None
         self.used: list[bool] = []
 
-    def keep(self, i: int) -> None:
+    def set_aside(self, i: int) -> None:
         """Put aside the gradient of a parameter if it is reduced already: `finish` adds it."""
         grad = self.params[i].grad
         if grad is None:  # the user dropped it
-            self.kept.pop(i, None)
+            self.accumulated.pop(i, None)
         if isinstance(grad, ShardedTensor):
-            self.kept[i] = grad._local
+            self.accumulated[i] = grad._local
             self.params[i].grad = None
 
     @torch.no_grad()
@@ -185,12 +202,13 @@ class ReducedBucket:
         """Start to reduce the gradients, zeros for missing ones; this rank's full gradients are dropped."""
         if self._values.pending is not None:
             raise RuleError(
-                "a parameter was used before it had the values of the last step",
-                {"parameters": ", ".join(self.names[:8])},
-                "call optimizer.wait() after step(), or leave module= out: no module that was called has them",
+                "forward read parameters before they had the values of the last step",
+                {"some of": ", ".join(self.names[:8])},
+                "call optimizer.wait() before forward, or pass the module whose forward reads them as module=",
             )
+        self._values.attach()
         for i, param in enumerate(self.params):
-            self.keep(i)
+            self.set_aside(i)
             if param.grad is not None and param.grad.layout is not torch.strided:
                 raise RuleError(
                     f"the gradient of `{self.names[i]}` is sparse, and flat buffers have dense gradients",
@@ -207,15 +225,15 @@ class ReducedBucket:
         """Set the gradients of parameters of which any rank has one to their parts of the average."""
         assert self._average is not None and self.pending is not None, "it was started"
         average, self._average = self.pending.wait(), None
-        kept, self.kept = self.kept, {}
+        accumulated, self.accumulated = self.accumulated, {}
         for i, shard in enumerate(self._bucket.flat_shards(average)):
-            if not used[i] and i not in kept:
+            if not used[i] and i not in accumulated:
                 continue
             layout, shape = self._layouts[i]
             # A rank without a 0-d parameter holds a number that nothing reads; a gradient scaler does.
             local = shard.view(shape) if shape or shard.numel() else shard.new_zeros(())
-            if i in kept:
-                local = local.add_(kept[i]) if used[i] else kept[i]
+            if i in accumulated:
+                local = local.add_(accumulated[i]) if used[i] else accumulated[i]
             self.params[i].grad = wrapper_over(local, layout, None, self._group)
 
 

@@ -34,7 +34,7 @@ class JoinableStep(Joinable):
         if self.gradients is not None:
             raise RuleError(
                 "a rank without inputs left runs no backward, so it cannot take part in reductions there",
-                fix="leave overlap_gradients out, and average gradients before step()",
+                fix="leave overlap_gradients out, and pass Join a Joinable before this one that averages gradients",
             )
         return _StepHook(self)
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join
 
-from shardtensor.comm.agree import agree, call_text
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.untraced import untraced
@@ -22,13 +21,14 @@ from shardtensor.optim.state import start_state
 from shardtensor.optim.update_units import UpdateUnit, update_unit
 from shardtensor.optim.zero.arguments import (
     OWN_KEYS,
+    REDUCED_TWICE,
     agree_on,
     as_list,
-    check_overlap,
+    check_arguments,
     copy_group,
     copy_options,
-    members_of,
     one_axis,
+    options_text,
 )
 from shardtensor.optim.zero.division import Division
 from shardtensor.optim.zero.forward import ForwardWaits
@@ -36,7 +36,9 @@ from shardtensor.optim.zero.gradients import PartitionedGradients
 from shardtensor.optim.zero.join import JoinableStep
 from shardtensor.optim.zero.offload import OffloadedState
 from shardtensor.optim.zero.part_step import PartStep
-from shardtensor.optim.zero.state import HeldState, PartitionedState, load, state_by_name
+from shardtensor.optim.zero.state import HeldState, PartitionedState
+from shardtensor.optim.zero.state_dicts import StateDicts
+from shardtensor.parallel.backward_reducer import refuse_reduced
 
 if TYPE_CHECKING:
     from shardtensor.optim.zero.ddp_hooks import DDPOverlap
@@ -44,12 +46,12 @@ if TYPE_CHECKING:
 Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 
-class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
+class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
     """Step parameters that are replicated on all ranks, with the optimizer state partitioned among the ranks.
 
     Every rank calls `step` with equal gradients, as DistributedDataParallel or `data_parallel` compute them. Each rank
-    steps its part with `optimizer_class` and sends the new values to the others. The result is that of
-    `optimizer_class` on every rank; the state takes memory once, not once a rank.
+    updates its partition of the parameters with `optimizer_class`, and all ranks get the new values. The result is that
+    of `optimizer_class` in one process; each rank holds the state of its partition only.
 
     Learning rate schedulers, GradScaler, hooks and changed hyperparameters in ``param_groups`` work as with a torch
     optimizer; ``torch.distributed.algorithms.Join`` as with torch's ZeroRedundancyOptimizer.
@@ -59,24 +61,28 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
             of one dense type. With names, state dicts are keyed by name.
         optimizer_class: any class; it steps dense parameters that the rank holds whole or, with ranges, parts of them.
         process_group: the ranks; None for the default group. All its ranks call this.
-        parameters_as_bucket_view: make the parameters views of one flat buffer for each rank's part, which saves
-            copies. Else their memory stays as it is.
+        parameters_as_bucket_view: make the parameters views of one flat buffer for each rank, which saves copies. Else
+            their memory stays as it is. Views are contiguous, also those of channels_last parameters.
         overlap_with_ddp: step in DDP's backward; see `hook_with_zero_step`.
         partition: ``"owners"``: each parameter is stepped by one rank; the largest parameters are assigned first, each
             to the rank with the fewest elements. ``"ranges"``: parameters are views of flat buffers, of which each rank
             steps an equal range, whatever their sizes. A range does not divide what the class updates together: an
             element for torch's elementwise classes, a row or a parameter for others (`update_unit`). None: owners;
             ranges for elementwise classes with `overlap_gradients`.
-        overlap_gradients: average gradients, too, without DDP: each bucket as soon as backward has computed it, to the
-            ranks that step it (ZeRO stage 2). Each backward reaches a parameter on every rank. After backward ``grad``
-            of a parameter is a ShardedTensor; this rank holds what it steps. Parameters are views of buckets; their
-            values are copied from the first rank now.
-        module: with `overlap_gradients`, the module that has the parameters: `step` returns before all values are
-            there, and the module's next forward waits for each before its first use. Call `wait` before parameters are
-            read otherwise, as by an average of models.
+        overlap_gradients: backward averages the gradients over the ranks, without DDP (ZeRO stage 2). It starts a
+            reduce-scatter when all gradients of a bucket are computed. Afterwards ``param.grad`` is a ShardedTensor
+            with the global shape of the parameter; this rank holds the elements that it steps. Every rank calls
+            backward equally often, on a loss that depends on at least one of the parameters; else the others hang. The
+            constructor copies the parameters of the group's first rank to all ranks. Buffers of modules are not
+            synchronized.
+        module: with `overlap_gradients`, the module that holds the parameters, not wrapped in DDP. `step` starts to
+            send the new values and returns; before the forward of each submodule this rank waits for the parameters of
+            that submodule. Call `wait` before code reads parameters in another way: an average of models, a copy,
+            ``F.linear(x, self.child.weight)`` in a module without parameters of its own.
         offload_state: keep the state in pinned memory of the CPU between steps. The tensors of this rank's part are
             stepped one by one, while the state of the next is copied to the device. For classes that are known to
-            update parameters independently of each other: torch's, and those that state their ``update_unit``.
+            update parameters independently of each other: torch's, and those that state their ``update_unit``. Call
+            `synchronize` before ``state`` is read.
         bucket_mib: the size at which a bucket is full, with ranges or `overlap_gradients`. None: a sixteenth of all
             parameters, between 25 and 256 MiB.
         defaults: arguments of `optimizer_class`.
@@ -133,7 +139,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
         self.unit: UpdateUnit = update_unit(optimizer_class)
         if partition is None:
             partition = "ranges" if overlap_gradients and self.unit == "element" else "owners"
-        check_overlap(self._arguments, self.unit, partition)
+        check_arguments(self._arguments, self.unit, partition, groups)
         self.process_group, self.overlap_with_ddp, self.partition = process_group, overlap_with_ddp, partition
         self.parameters_as_bucket_view, self.optimizer_class = parameters_as_bucket_view, optimizer_class
         self._options = defaults
@@ -143,17 +149,19 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
         self._is_built = True
         self.group: Group = one_axis(as_group(process_group))
         if not self._is_copy:
-            options = (partition, parameters_as_bucket_view, overlap_with_ddp, overlap_gradients, bucket_mib)
-            call = call_text(optimizer_class, tuple(map(str, options)), defaults)
-            agree_on(self.group, "ZeroRedundancyOptimizer", call, self.param_groups)
+            options = options_text(self._arguments, partition, defaults)
+            agree_on(self.group, "ZeroRedundancyOptimizer", options, self.param_groups, [])
+        starts_with_state = False
+        if self.unit == "element":  # some classes make state in their constructor; all check their arguments there
+            starts_with_state = bool(self._make([{"params": [torch.zeros(1, requires_grad=True)]}]).state)
+        if overlap_gradients:
+            refuse_reduced(self._named_params(), REDUCED_TWICE)
         self._division = Division(
             *(self.group, self.unit, partition, None if bucket_mib is None else bucket_mib * 2**20),
             as_views=parameters_as_bucket_view,
             is_reduced=overlap_gradients,
         )
         self.partitioned = PartitionedState(self.group, by_rows=self.unit == "row")
-        self._consolidated: dict[Any, Any] | None = None  # on the rank that it was sent to
-        self._is_consolidated = False
         for group in self.param_groups:
             self._divide(group)
         self.optim = self._make([self._inner_group(group) for group in self.param_groups])
@@ -165,8 +173,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
         )
         self.flat_groups = self._part.flat_groups
         self.state: HeldState = HeldState(self.flat_groups, self.partitioned.records)  # type: ignore[assignment]
-        if self.unit == "element":  # some classes make state in their constructor
-            self.state.is_anywhere = bool(self._make([{"params": [torch.zeros(1, requires_grad=True)]}]).state)
+        self.state.is_anywhere = starts_with_state
         self.overlap: DDPOverlap | None = None  # a hook sets it
         self._waits: ForwardWaits | None = None
         self.gradients = PartitionedGradients(self.partitioned.records, self.group) if overlap_gradients else None
@@ -179,9 +186,13 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
                 self._division.copy_from_first()
             self.gradients.set_buckets(self._division.buckets)
             module = self._arguments["module"]
+            if self._waits is not None:
+                self._waits.remove()
             self._waits = None if module is None else ForwardWaits(module, self._division.buckets)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroRedundancyOptimizer:
+        self.wait()
+        self.synchronize()
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied._is_copy = True
@@ -192,6 +203,8 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
             state = self.flat_groups.state_of(old.leaf)
             if state:
                 copied.optim.state[new.leaf] = copy.deepcopy(dict(state), memo)
+        with torch.no_grad():  # the module may have been copied before `wait`
+            torch._foreach_copy_(copied._all_params, self._all_params)
         copied.state.is_anywhere = self.state.is_anywhere
         copied._is_copy = False
         return copied
@@ -210,23 +223,35 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with hyperparameters of their own. All ranks call it; the others keep their ranks."""
-        if self._is_built and isinstance(param_group, dict):
-            param_group = {**param_group, "params": members_of(param_group["params"])}
-        super().add_param_group(param_group)
         if not self._is_built:  # torch's constructor adds the first groups
+            super().add_param_group(param_group)
             return
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        super().add_param_group(as_list([param_group])[0])
         group = self.param_groups[-1]
         try:
-            agree_on(self.group, "add_param_group", call_text(None, (), param_group), [group])
+            agree_on(self.group, "add_param_group", "", [group], self.names.values())
+            if self.gradients is not None:
+                refuse_reduced(self._named_params(), REDUCED_TWICE, self.gradients.reducer)
         except ShardTensorError:
             del self.param_groups[-1]
             raise
+        self.wait()
         self.flat_groups.split_all()
         self._divide(group)
         self.optim.add_param_group(self._inner_group(group))
         start_state(self.optim, self._make, self.optim.param_groups[-1])
         self._reduce_buckets()
         copy_options(self.optim.param_groups, self.param_groups)
+
+    def _named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all parameters, with the user's names or their numbers."""
+        number = 0
+        for group in self.param_groups:
+            names = group.get("param_names") or map(str, range(number, number + len(group["params"])))
+            number += len(group["params"])
+            yield from zip(names, group["params"], strict=True)
 
     def _divide(self, group: Mapping[str, Any]) -> None:
         """Decide which rank steps which parameter of a group, and how their new values are sent."""
@@ -247,7 +272,9 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update all parameters that have a gradient, on all ranks; return the closure's loss, or None.
 
-        All ranks call it, with equal gradients.
+        Every rank calls it, with equal gradients, also a rank that steps no parameter. With `overlap_with_ddp` backward
+        has stepped already: it does nothing, and does not call `closure`. Elementwise classes with buckets, and those
+        with `offload_state`, call `closure` once, before the update.
 
         Args:
             closure: computes the gradients and returns the loss.
@@ -271,8 +298,10 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
             self.gradients.check()
             self.gradients.refresh()
         self._forget_consolidated()
-        loss = self._part.step(self.param_groups, closure, kwargs)
-        self._division.drop_gradients()
+        try:
+            loss = self._part.step(self.param_groups, closure, kwargs)
+        finally:
+            self._division.drop_gradients()
         if self._waits is None:
             self._division.send()
         else:
@@ -286,10 +315,6 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
         """
         if self._offloaded is not None:
             self._offloaded.synchronize()
-
-    def _forget_consolidated(self) -> None:
-        """Note that the state changes."""
-        self._consolidated, self._is_consolidated, self.state.is_anywhere = None, False, True
 
     def wait(self) -> None:
         """Wait until all parameters have the values of the last step, with `module`."""
@@ -327,72 +352,3 @@ class ZeroRedundancyOptimizer(optim.Optimizer, JoinableStep):
             yield
         finally:
             gradients.is_on = before
-
-    # -- state ------------------------------------------------------------------------------------------------------
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The name of each parameter by its id: the user's, or its number as text."""
-        return {key: record.name for key, record in self.partitioned.records.items()}
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Send all state to one rank, which `state_dict` returns there. All ranks call it.
-
-        Args:
-            to: the rank in the process group; it holds all state on the CPU.
-        """
-        agree(self.group, "consolidate_state_dict", {"to": str(to)})
-        self.synchronize()
-        copy_options(self.param_groups, self.optim.param_groups)
-        self._consolidated, self._is_consolidated = self.partitioned.consolidated(self.flat_groups, to), True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters.
-
-        After `consolidate_state_dict`, until the next step, on its rank: the state dict of `optimizer_class`, keyed by
-        number, with full tensors on the CPU. Without that call, if parameters have names: keyed by name, with
-        ShardedTensors of which each rank holds its part; all ranks call it then.
-
-        Raises:
-            RuntimeError: the state was sent to another rank, or to none and the parameters have no names.
-        """
-        if self._consolidated is None:
-            if not self._is_consolidated and all("param_names" in group for group in self.param_groups):
-                return self.state_by_name(self.names)
-            raise RuntimeError(
-                "Optimizer state has not been consolidated on this rank. "
-                f"Please call `consolidate_state_dict(to={self.group.index})` on "
-                "all ranks beforehand if you meant to save the global state."
-            )
-        state, self.state = self.state, self._consolidated  # type: ignore[assignment]
-        try:
-            return super().state_dict()
-        finally:
-            self.state = state
-
-    def state_by_name(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """Return the state dict keyed by name, with ShardedTensors; `names` maps the id of each parameter to its name.
-
-        All ranks call it; it sends only the shapes and dtypes of the state.
-        """
-        self.synchronize()
-        return state_by_name(self, names)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's part of a state dict. All ranks call it.
-
-        Args:
-            state_dict: of this class or another optimizer, for any number of ranks: keyed by number, or by name if the
-                parameters have names; its tensors full or sharded. It is not changed.
-
-        Raises:
-            LayoutError: (a ValueError) the state dict is of other parameters or shapes; nothing has been loaded.
-        """
-        loaded: dict[str, Any] = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            loaded = pre_hook(self, loaded) or loaded
-        load(self, loaded)
-        self.state.is_anywhere = bool(loaded["state"])
-        self._consolidated, self._is_consolidated = None, False
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)

@@ -10,22 +10,19 @@ import attrs
 import torch
 from torch import optim
 
-from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
-from shardtensor.errors import LayoutError
+from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.layout.layout import Layout
-from shardtensor.optim import state_dict as saved
 from shardtensor.optim.flat_groups import FlatGroups
 from shardtensor.optim.named_params import ParamRecord
 from shardtensor.optim.state import ParamState, is_scalar, mapped, scalar_value
-from shardtensor.optim.zero.arguments import OWN_KEYS, copy_options
 from shardtensor.spec.nodes import Cut, Replicate, Spec
 from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 from shardtensor.tensor.trees import map_tensors, tensors_in
 
 if TYPE_CHECKING:
-    from shardtensor.optim.zero.optimizer import ZeroRedundancyOptimizer
+    pass
 
 _AXIS = "dp"
 """A name for the ranks in specs; the group has no mesh, so any name stands for them."""
@@ -54,6 +51,15 @@ class _Outline:
     dtype: torch.dtype
 
 
+@attrs.frozen
+class _Place:
+    """Where the state of a parameter is: its spec, the rank that holds all of it, and whether this rank holds some."""
+
+    spec: Spec | None
+    owner: int | None
+    is_held: bool
+
+
 class PartitionedState:
     """Which rank holds the state of which parameter, or of which of its elements.
 
@@ -66,10 +72,8 @@ class PartitionedState:
 
     def __init__(self, group: Group, *, by_rows: bool) -> None:
         self._group, self._by_rows = group, by_rows
-        self._specs: dict[str, Spec | None] = {}
+        self._places: dict[int, _Place] = {}
         self.records: dict[int, ParamRecord] = {}
-        self._owners: dict[str, int | None] = {}
-        self._holds: dict[str, bool] = {}
 
     def add(
         self, name: str, param: torch.Tensor, leaf: torch.Tensor | None, owner: int | None, sizes: Sequence[int] | None
@@ -93,17 +97,15 @@ class PartitionedState:
         held = param.detach().new_empty(0) if leaf is None else leaf
         group = None if layout is None else self._group
         self.records[id(param)] = ParamRecord(name, param, held, layout, group, param.dtype, param.device)
-        self._specs[name], self._holds[name] = spec, leaf is not None
-        self._owners[name] = owner
+        self._places[id(param)] = _Place(spec, owner, leaf is not None)
 
     def leaf_of(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor that this rank steps for a parameter, if any."""
-        record = self.records[id(param)]
-        return record.leaf if self._holds[record.name] else None
+        return self.records[id(param)].leaf if self._places[id(param)].is_held else None
 
     def owner_of(self, param: torch.Tensor) -> int:
         """Return the rank in the group that steps a parameter."""
-        owner = self._owners[self.records[id(param)].name]
+        owner = self._places[id(param)].owner
         assert owner is not None, "parameters have owners"
         return owner
 
@@ -112,19 +114,34 @@ class PartitionedState:
 
     def _layout(self, record: ParamRecord, shape: Sequence[int]) -> Layout:
         """Return the layout of a state tensor of a parameter, of this global shape."""
-        spec = self._specs[record.name]
+        spec = self._places[id(record.param)].spec
         assert spec is not None, "it is divided"
-        if spec.flat_part is not None and tuple(shape) != tuple(record.param.shape):
+        own = tuple(record.param.shape)
+        is_flat = spec.flat_part is not None
+        if tuple(shape) != own if is_flat else spec.only_part is None and tuple(shape[:1]) != own[:1]:
             raise LayoutError(
-                f'a state tensor of "{record.name}" has another shape than the parameter, of which ranks hold ranges',
-                {"state": tuple(shape), "parameter": tuple(record.param.shape)},
+                f'a state tensor of "{record.name}" has another shape than the parameter, of which ranks hold '
+                + ("ranges" if is_flat else "rows"),
+                {"state": tuple(shape), "parameter": own},
                 'pass partition="owners"',
             )
         return self._bound(spec, tuple(shape))
 
+    def fault(self, state: State) -> ShardTensorError | None:
+        """Return the error if a loaded state tensor cannot be divided as its parameter is."""
+        for record in self.records.values():
+            values = state.get(record.name, {}) if self._places[id(record.param)].spec is not None else {}
+            for value in tensors_in(values):
+                if value.dim():
+                    try:
+                        self._layout(record, value.shape)
+                    except ShardTensorError as error:
+                        return error
+        return None
+
     def _global_shape(self, record: ParamRecord, local: tuple[int, ...]) -> tuple[int, ...]:
         """Return the global shape of a state tensor of which a rank holds a part of this shape."""
-        spec = self._specs[record.name]
+        spec = self._places[id(record.param)].spec
         if spec is None or spec.only_part is not None:
             return local
         shape = tuple(record.param.shape)
@@ -137,8 +154,8 @@ class PartitionedState:
 
         All ranks call it; it sends the shapes and dtypes of tensors, and the numbers.
         """
-        own = {record.name: dict(flats.state_of(record.leaf)) for record in self.records.values()}
-        own = {name: values for name, values in own.items() if values and self._holds[name]}
+        held = [record for record in self.records.values() if self.leaf_of(record.param) is not None]
+        own = {record.name: dict(values) for record in held if (values := flats.state_of(record.leaf))}
         outlines = self._group.exchange_objects(map_tensors(_outlined, own))
         found: State = {}
         for record in self.records.values():
@@ -202,7 +219,7 @@ class PartitionedState:
                 values = state.pop(record.name, None)
                 if values is not None:
                     own = {key: self._part(value, record, key, group) for key, value in values.items()}
-                    if self._holds[record.name]:
+                    if self._places[id(record.param)].is_held:
                         taken[record.leaf] = own
         optimizer.state.clear()
         taken.update(state)
@@ -222,7 +239,7 @@ class PartitionedState:
             value = local_as(value, self._layout(record, value.shape), self._group)
         elif isinstance(value, ShardedTensor):
             value = value.full_tensor()
-        if not self._holds[record.name]:
+        if not self._places[id(record.param)].is_held:
             return None
         if record.layout is not None and record.layout.packed:
             value = value.reshape(leaf.shape)
@@ -234,36 +251,3 @@ def _outlined(value: torch.Tensor) -> Any:
     if value.dim() == 0:
         return value.detach().cpu()
     return _Outline(tuple(value.shape), value.dtype)
-
-
-def state_by_name(optimizer: ZeroRedundancyOptimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return the state dict keyed by name; `names` maps the id of each parameter to its name. All ranks call it."""
-    groups = []
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in OWN_KEYS}
-        groups.append({**options, "params": [names[id(param)] for param in group["params"]]})
-    renamed = {own: names[key] for key, own in optimizer.names.items()}
-    state = optimizer.partitioned.sharded(optimizer.flat_groups)
-    return {"state": {renamed[name]: values for name, values in state.items()}, "param_groups": groups}
-
-
-def load(optimizer: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load this rank's part of a state dict, and the hyperparameters. All ranks call it.
-
-    Raises:
-        LayoutError: on every rank: the state dict is of other parameters or shapes; nothing has been loaded.
-    """
-    partitioned, names = optimizer.partitioned, optimizer.names
-    given = {key: values for key, values in state_dict["state"].items() if values is not None}
-    own = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-    shapes = None
-    if optimizer.unit == "element":  # the state of other classes may have other shapes
-        shapes = {record.name: tuple(record.param.shape) for record in partitioned.records.values()}
-    state, options, fault = saved.match_and_check({**state_dict, "state": given}, own, {}, shapes)
-    sharded = {key: x for key, x in state.items() if any(isinstance(t, ShardedTensor) for t in tensors_in(x))}
-    agree(optimizer.group, "load_state_dict", {"state": saved.outline(sharded)}, fault)
-    for group, new in zip(optimizer.param_groups, options, strict=True):
-        group.update(new)
-    copy_options(optimizer.param_groups, optimizer.optim.param_groups)
-    optimizer.flat_groups.split_all()
-    partitioned.load(optimizer.optim, state, optimizer.param_groups)

@@ -28,9 +28,17 @@ class OwnerBroadcast:
 
     def __init__(self, params: Params, owners: Sequence[int], group: Group, *, as_views: bool) -> None:
         self._group, self._params, self._as_views = group, list(params), as_views
+        self._owners = list(owners)
+        self._pending: list[Pending] = []
+        self._pack()
+
+    def _pack(self) -> None:
+        """Assign the parameters to messages."""
+        group, as_views = self._group, self._as_views
+        self._kinds = [(param.dtype, param.device) for param in self._params]
         kinds: dict[Any, list[torch.Tensor]] = {}
         self._alone: list[tuple[int, torch.Tensor]] = []
-        for param, owner in zip(params, owners, strict=True):
+        for param, owner in zip(self._params, self._owners, strict=True):
             if not as_views and param.is_contiguous() and param.nbytes >= SENT_ALONE_BYTES:
                 self._alone.append((owner, param))
             else:
@@ -38,7 +46,6 @@ class OwnerBroadcast:
         self._packed = [(key[0], _Flat(members, as_views)) for key, members in kinds.items()]
         self._own = [flat for owner, flat in self._packed if owner == group.index]
         self._others = [flat for owner, flat in self._packed if owner != group.index]
-        self._pending: list[Pending] = []
 
     def start(self) -> None:
         """Start to send the values. All ranks call it, without recording gradients."""
@@ -62,10 +69,12 @@ class OwnerBroadcast:
         torch._C._increment_version(self._params)
 
     def attach(self) -> None:
-        """Make replaced parameters views of their buffers again, with their new values."""
+        """Make replaced parameters views of their buffers again; pack converted ones anew if they are no views."""
         if self._as_views:
             for _, flat in self._packed:
                 flat.attach()
+        elif [(param.dtype, param.device) for param in self._params] != self._kinds:
+            self._pack()
 
 
 class _Flat:
@@ -205,7 +214,7 @@ def attach(params: Params, views: Params) -> None:
                     "now": f"{tuple(param.shape)} {param.dtype} on {param.device}",
                     "before": f"{tuple(view.shape)} {view.dtype} on {view.device}",
                 },
-                "convert the model first, then make the optimizer and load the old one's state into it",
+                "convert the model first; else keep state_dict(), delete this optimizer, and load it into a new one",
             )
     for param, view in zip(params, views, strict=True):
         if param.data_ptr() != view.data_ptr():

@@ -90,10 +90,16 @@ def wrong_types(mode):
     plain = nn.Parameter(torch.ones(4, device=device()))
     with pytest.raises(st.RuleError, match="some are sharded"):  # the others raise the error of one rank
         zero([sharded if as_group().rank else plain], optim.SGD, mode, lr=0.1)
-    with pytest.raises(ValueError, match="same dense type"):
+    with pytest.raises(ValueError, match="sparse"):
         zero([torch.ones(2, 2).to_sparse().requires_grad_()], optim.SGD, mode, lr=0.1)
-    with pytest.raises(ValueError, match="same dense type"):
-        zero([*tensors((2,)), *tensors((2,), dtype=torch.float64)], optim.SGD, mode, lr=0.1)
+    mixed = [*tensors((2,)), *tensors((2,), dtype=torch.float64)]
+    if mode == "ranges":
+        zero(mixed, optim.SGD, mode, lr=0.1)
+    else:
+        with pytest.raises(ValueError, match="same dense type"):
+            zero(mixed, optim.SGD, mode, lr=0.1)
+    with pytest.raises(ValueError, match="listed twice"):
+        zero([plain, plain], optim.SGD, mode, lr=0.1)
     with pytest.raises(ValueError, match="empty"):
         zero([], optim.SGD, mode, lr=0.1)
     for params in (plain, 3, None):

@@ -111,7 +111,7 @@ def too_early():
     module = Outside()
     optimizer = made(module)
     step(module, optimizer, torch.randn(2, 4))
-    with pytest.raises(st.RuleError, match="before it had the values"):
+    with pytest.raises(st.RuleError, match="before they had the values"):
         step(module, optimizer, torch.randn(2, 4))
     optimizer.zero_grad()
     optimizer.wait()
@@ -151,6 +151,54 @@ def others():
 @pytest.mark.worlds("sim")
 def test_state_dicts_copies_and_parameters_of_no_module(world):
     world(others, 2)
+
+
+def reads_without_gradients():
+    module = Outside()
+    optimizer = made(module)
+    step(module, optimizer, torch.randn(2, 4))
+    with torch.no_grad():
+        module(torch.randn(2, 4))
+    assert pending(optimizer) == 0, "one forward is the most that reads old values"
+
+
+@pytest.mark.worlds("sim")
+def test_a_forward_without_gradients_waits_at_its_end(world):
+    world(reads_without_gradients, 2)
+
+
+def loads_and_leaves():
+    module = model()
+    optimizer = made(module)
+    saved = {name: torch.full_like(x, 7.0) for name, x in module.state_dict().items()}
+    step(module, optimizer, torch.randn(4, 4))
+    module.load_state_dict(saved)
+    assert all(torch.equal(x, torch.full_like(x, 7.0)) for x in module.parameters())
+    step(module, optimizer, torch.randn(4, 4))
+    optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(2)))]})
+    assert pending(optimizer) == 0
+    optimizer.zero_grad()
+    module(torch.randn(4, 4)).square().mean().backward()
+    optimizer.step()
+    left = [bucket for bucket in buckets(optimizer) if bucket.pending is not None]
+    del optimizer
+    module(torch.randn(4, 4))
+    assert left and all(bucket.pending is None for bucket in left), "the module waits without the optimizer, too"
+    hooks = {len(submodule._forward_pre_hooks) for submodule in module.modules()}
+    assert hooks <= {0, 1}, "hooks for earlier groups are removed"
+
+
+@pytest.mark.worlds("sim")
+def test_loads_later_groups_and_a_dropped_optimizer(world):
+    world(loads_and_leaves, 2)
+
+
+def test_a_wrapped_module_is_refused(monkeypatch):
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    with pytest.raises(ValueError, match="unwrapped"):
+        st.ZeroRedundancyOptimizer(
+            [nn.Parameter(torch.ones(2))], optim.SGD, overlap_gradients=True, module=wrapped, lr=0.1
+        )
 
 
 def test_a_module_needs_reduced_gradients():
