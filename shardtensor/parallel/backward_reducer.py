@@ -45,11 +45,12 @@ class BackwardReducer:
 
     Attributes:
         is_on: whether backward reduces gradients; else it accumulates them.
+        has_unreduced: whether a backward accumulated gradients since the last reduction.
     """
 
     def __init__(self, finish: Callable[[Sequence[Any]], None]) -> None:
         self._finish = finish
-        self.is_on = True
+        self.is_on, self.has_unreduced = True, False
         self.gradients: list[Gradient] = []
         self.buckets: Sequence[Reduction] = []
         self._bucket_of: list[Reduction | None] = []
@@ -114,6 +115,7 @@ class BackwardReducer:
     def _on_gradient(self, index: int) -> None:
         """Count a gradient that has been accumulated, and start the buckets that are full, in order."""
         if not self.is_on:
+            self.has_unreduced = True
             return
         self.begin()
         bucket, was_ready = self._bucket_of[index], self._is_ready[index]
@@ -144,6 +146,7 @@ class BackwardReducer:
             while self._next < len(self.buckets):
                 self._start_next()
             self._finish(self.buckets)
+            self.has_unreduced = False
         finally:
             self._start_round()
 

@@ -39,9 +39,7 @@ class PartitionedGradients:
         self._buckets: list[ReducedBucket] = []
         self._inputs: dict[Any, ReduceInputs] = {}
         self._hooks: list[Any] = []
-        self._nodes: list[Any] = []
         self._trains: list[bool] = []
-        self._has_unreduced = False  # a backward in no_sync was the last one
 
     def set_buckets(self, buckets: Sequence[ParamBucket]) -> None:
         """Reduce the gradients of these buckets from now on."""
@@ -65,13 +63,13 @@ class PartitionedGradients:
 
     def drop(self) -> None:
         """Drop gradients that were put aside in a backward that did not reduce."""
-        self._has_unreduced = False
+        self.reducer.has_unreduced = False
         for bucket in self._buckets:
             bucket.accumulated.clear()
 
     def check(self) -> None:
         """Raise RuleError if a parameter has a gradient that backward has not reduced."""
-        if self._has_unreduced:
+        if self.reducer.has_unreduced:
             raise RuleError(
                 "parameters have gradients that no backward has reduced",
                 {"because": "the last backward ran inside no_sync()"},
@@ -91,10 +89,6 @@ class PartitionedGradients:
                 "call requires_grad_() before optimizer.zero_grad()",
             )
 
-    def note_backward(self) -> None:
-        """Note that backward computes a gradient."""
-        self._has_unreduced = not self.is_on
-
     def refresh(self) -> None:
         """Forget a backward that an error stopped; hook parameters again if others require a gradient now."""
         self.reducer.start_over()
@@ -104,25 +98,19 @@ class PartitionedGradients:
         self._trains = trains
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._nodes = [], []
+        self._hooks = []
         for bucket in self._buckets:
             bucket.gradients = []
             for i, param in enumerate(bucket.params):
                 if param.requires_grad:
                     name = self._records[id(param)].name
                     bucket.gradients.append(Gradient(name, param, param, self._group, 1.0, param.dtype))
-                    with torch.enable_grad():
-                        node = torch.autograd.graph.get_gradient_edge(param).node
-                    self._hooks.append(
-                        node.register_prehook(partial(_set_aside, weakref.ref(self), weakref.ref(bucket), i))
-                    )
-                    self._nodes.append(node)
+                    self._hooks.append(param.register_hook(partial(_set_aside, weakref.ref(bucket), i)))
         gradients = [gradient for bucket in self._buckets for gradient in bucket.gradients]
         self.reducer.set_buckets(gradients, [bucket for bucket in self._buckets if bucket.gradients])
 
     def finish(self, buckets: Sequence[ReducedBucket]) -> None:
         """Wait for the reductions, and set the gradients."""
-        self._has_unreduced = False
         has = [used for bucket in buckets for used in bucket.used]
         first = buckets[0].params[0]
         flags: dict[str, Any] = {"dtype": torch.float32, "device": first.device}
@@ -143,14 +131,26 @@ def _finish_if_alive(find: weakref.ref[PartitionedGradients], buckets: Sequence[
         found.finish(buckets)
 
 
-def _set_aside(
-    find: weakref.ref[PartitionedGradients], find_bucket: weakref.ref[ReducedBucket], i: int, _: torch.Tensor
-) -> None:
+def _set_aside(find: weakref.ref[ReducedBucket], i: int, _: torch.Tensor) -> None:
     """Before autograd adds to the gradient of a parameter: set aside one that is reduced already."""
-    gradients, bucket = find(), find_bucket()
-    if gradients is not None and bucket is not None:
-        gradients.note_backward()
-        bucket.set_aside(i)
+    bucket = find()
+    if bucket is not None:
+        grad = bucket.params[i].grad
+        if bucket.accumulated if grad is None else isinstance(grad, ShardedTensor) and _adds_to(bucket.params[i]):
+            bucket.set_aside(i)
+
+
+def _adds_to(param: torch.Tensor) -> bool:
+    """Whether the present backward adds to the gradient of a parameter, and does not only return it.
+
+    The node is not kept: one from before a capture in a CUDA graph would run in another stream.
+    """
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad
+        return False
 
 
 class ReducedBucket:
