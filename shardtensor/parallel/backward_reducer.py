@@ -97,6 +97,7 @@ class BackwardReducer:
     def _start_round(self) -> None:
         # Of running backwards; autograd drops the callback of one that an error stopped.
         self._tasks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._task = -1  # autograd's number of the backward that called `begin` last
         self._next = 0
         self._is_ready = [False] * len(self.gradients)
         for bucket in self.buckets:
@@ -105,11 +106,13 @@ class BackwardReducer:
     def begin(self) -> None:
         """Make the running backward call `_end` when it ends."""
         task = torch._C._current_graph_task_id()
+        if task == self._task:  # most calls
+            return
         if self.is_on and task not in self._tasks:
             if not self._tasks and any(self._is_ready):  # an error stopped the last backward
                 self._start_round()
             end = partial(self._end, task)
-            self._tasks[task] = end
+            self._tasks[task], self._task = end, task
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _on_gradient(self, index: int) -> None:
