@@ -154,14 +154,17 @@ class BackwardReducer:
             self._start_round()
 
 
-def refuse_reduced(named: Iterable[tuple[str, torch.Tensor]], fix: str, *allowed: BackwardReducer | None) -> None:
-    """Raise LayoutError if the gradient of a leaf is reduced already, by a reducer that is not in `allowed`."""
+def reduced_already(
+    named: Iterable[tuple[str, torch.Tensor]], fix: str, *allowed: BackwardReducer | None
+) -> LayoutError | None:
+    """Return the error if the gradient of a leaf is reduced by a reducer that is not in `allowed`."""
     for name, leaf in named:
         for hook in (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values():
             if getattr(hook, "func", None) is if_alive and hook.args[0]() not in (None, *allowed):
-                raise LayoutError(
+                return LayoutError(
                     f"another optimizer or data_parallel reduces the gradient of `{name}` already", fix=fix
                 )
+    return None
 
 
 def if_alive(find: weakref.ref[BackwardReducer], method: Callable[..., None], *args: Any) -> None:

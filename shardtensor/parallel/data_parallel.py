@@ -19,7 +19,7 @@ from torch import nn
 
 from shardtensor.comm.agree import agree
 from shardtensor.errors import RuleError, ShardTensorError
-from shardtensor.parallel.backward_reducer import BackwardReducer, if_alive, refuse_reduced
+from shardtensor.parallel.backward_reducer import BackwardReducer, if_alive, reduced_already
 from shardtensor.parallel.gradient_buckets import (
     DataAxes,
     finish,
@@ -182,11 +182,8 @@ class Reducer(BackwardReducer):
         fault: ShardTensorError | None = None
         try:
             gradients = gradients_of(named, self.axes)
-            refuse_reduced(
-                [(gradient.name, gradient.leaf) for gradient in gradients],
-                "call data_parallel once, on the whole model",
-                *(self, instead_of),
-            )
+            leaves = [(gradient.name, gradient.leaf) for gradient in gradients]
+            fault = reduced_already(leaves, "call data_parallel once, on the whole model", self, instead_of)
         except ShardTensorError as error:
             fault = error
         call = f"data_parallel({type(module).__name__})"

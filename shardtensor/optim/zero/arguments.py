@@ -134,13 +134,20 @@ def options_text(arguments: Mapping[str, Any], partition: Partition, defaults: M
     return f"{call_text(arguments['optimizer_class'], (), defaults)}, {call_text(None, (), own)}"
 
 
-def agree_on(ranks: Group, call: str, options: str, groups: Iterable[Mapping[str, Any]], known: Iterable[str]) -> None:
+def agree_on(
+    ranks: Group,
+    call: str,
+    options: str,
+    groups: Iterable[Mapping[str, Any]],
+    known: Iterable[str] = (),
+    fault: ShardTensorError | None = None,
+) -> None:
     """Raise on every rank if options or parameters differ between ranks, or cannot be partitioned.
 
     Args:
         known: names of other parameters of the optimizer.
+        fault: an error of this rank, for all ranks to raise.
     """
-    fault: ShardTensorError | None = None
     texts = []
     seen = set(known)
     for group in groups:

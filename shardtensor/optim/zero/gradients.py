@@ -62,7 +62,7 @@ class PartitionedGradients:
         self.reducer.is_on = value
 
     def drop(self) -> None:
-        """Drop gradients that were put aside in a backward that did not reduce."""
+        """Drop gradients that were set aside in a backward that did not reduce."""
         self.reducer.has_unreduced = False
         for bucket in self._buckets:
             bucket.accumulated.clear()
@@ -189,7 +189,7 @@ class ReducedBucket:
         self.used: list[bool] = []
 
     def set_aside(self, i: int) -> None:
-        """Put aside the gradient of a parameter if it is reduced already: `finish` adds it."""
+        """Set aside the gradient of a parameter if it is reduced already: `finish` adds it."""
         grad = self.params[i].grad
         if grad is None:  # the user dropped it
             self.accumulated.pop(i, None)
@@ -200,12 +200,6 @@ class ReducedBucket:
     @torch.no_grad()
     def start(self) -> None:
         """Start to reduce the gradients, zeros for missing ones; this rank's full gradients are dropped."""
-        if self._values.pending is not None:
-            raise RuleError(
-                "forward read parameters before they had the values of the last step",
-                {"some of": ", ".join(self.names[:8])},
-                "call optimizer.wait() before forward, or pass the module whose forward reads them as module=",
-            )
         self._values.attach()
         for i, param in enumerate(self.params):
             self.set_aside(i)
@@ -214,6 +208,12 @@ class ReducedBucket:
                     f"the gradient of `{self.names[i]}` is sparse, and flat buffers have dense gradients",
                     fix="make the embedding with sparse=False",
                 )
+        if self._values.pending is not None and any([param.grad is not None for param in self.params]):
+            raise RuleError(
+                "forward read parameters before they had the values of the last step",
+                {"some of": ", ".join(self.names[:8])},
+                "call optimizer.wait() before forward, or pass the module whose forward reads them as module=",
+            )
         self._average = torch.empty(self._bucket.chunk, dtype=self.kind[0], device=self.kind[1])
         self.used, self.pending = self.inputs.reduce(self, self._average, self._group)
 

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.untraced import untraced
-from shardtensor.errors import RuleError, ShardTensorError
+from shardtensor.errors import LayoutError, RuleError, ShardTensorError
 from shardtensor.layout.partition import Partition
 from shardtensor.optim.state import start_state
 from shardtensor.optim.update_units import UpdateUnit, update_unit
@@ -38,7 +38,7 @@ from shardtensor.optim.zero.offload import OffloadedState
 from shardtensor.optim.zero.part_step import PartStep
 from shardtensor.optim.zero.state import HeldState, PartitionedState
 from shardtensor.optim.zero.state_dicts import StateDicts
-from shardtensor.parallel.backward_reducer import refuse_reduced
+from shardtensor.parallel.backward_reducer import reduced_already
 
 if TYPE_CHECKING:
     from shardtensor.optim.zero.ddp_hooks import DDPOverlap
@@ -148,14 +148,13 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         JoinableStep.__init__(self)
         self._is_built = True
         self.group: Group = one_axis(as_group(process_group))
+        self.gradients: PartitionedGradients | None = None
         if not self._is_copy:
             options = options_text(self._arguments, partition, defaults)
-            agree_on(self.group, "ZeroRedundancyOptimizer", options, self.param_groups, [])
+            agree_on(self.group, "ZeroRedundancyOptimizer", options, self.param_groups, fault=self._reduced_already())
         starts_with_state = False
         if self.unit == "element":  # some classes make state in their constructor; all check their arguments there
             starts_with_state = bool(self._make([{"params": [torch.zeros(1, requires_grad=True)]}]).state)
-        if overlap_gradients:
-            refuse_reduced(self._named_params(), REDUCED_TWICE)
         self._division = Division(
             *(self.group, self.unit, partition, None if bucket_mib is None else bucket_mib * 2**20),
             as_views=parameters_as_bucket_view,
@@ -176,7 +175,8 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         self.state.is_anywhere = starts_with_state
         self.overlap: DDPOverlap | None = None  # a hook sets it
         self._waits: ForwardWaits | None = None
-        self.gradients = PartitionedGradients(self.partitioned.records, self.group) if overlap_gradients else None
+        if overlap_gradients:
+            self.gradients = PartitionedGradients(self.partitioned.records, self.group)
         self._reduce_buckets()
 
     def _reduce_buckets(self) -> None:
@@ -231,9 +231,7 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         super().add_param_group(as_list([param_group])[0])
         group = self.param_groups[-1]
         try:
-            agree_on(self.group, "add_param_group", "", [group], self.names.values())
-            if self.gradients is not None:
-                refuse_reduced(self._named_params(), REDUCED_TWICE, self.gradients.reducer)
+            agree_on(self.group, "add_param_group", "", [group], self.names.values(), self._reduced_already())
         except ShardTensorError:
             del self.param_groups[-1]
             raise
@@ -245,13 +243,14 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         self._reduce_buckets()
         copy_options(self.optim.param_groups, self.param_groups)
 
-    def _named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all parameters, with the user's names or their numbers."""
-        number = 0
-        for group in self.param_groups:
-            names = group.get("param_names") or map(str, range(number, number + len(group["params"])))
-            number += len(group["params"])
-            yield from zip(names, group["params"], strict=True)
+    def _reduced_already(self) -> LayoutError | None:
+        """Return the error if the gradient of a parameter is reduced by something else."""
+        if not self._arguments["overlap_gradients"]:
+            return None
+        groups = self.param_groups
+        names = [name for group in groups for name in group.get("param_names") or [""] * len(group["params"])]
+        named = [(name or str(i), param) for i, (name, param) in enumerate(zip(names, self._all_params, strict=True))]
+        return reduced_already(named, REDUCED_TWICE, None if self.gradients is None else self.gradients.reducer)
 
     def _divide(self, group: Mapping[str, Any]) -> None:
         """Decide which rank steps which parameter of a group, and how their new values are sent."""

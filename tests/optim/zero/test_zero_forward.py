@@ -167,6 +167,38 @@ def test_a_forward_without_gradients_waits_at_its_end(world):
     world(reads_without_gradients, 2)
 
 
+class Branches(nn.Module):
+    """Calls one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.layers[which](x)
+
+
+def one_branch():
+    torch.manual_seed(0)
+    module = Branches()
+    dense = copy.deepcopy(module)
+    optimizer, oracle = made(module), optim.SGD(dense.parameters(), lr=0.1, momentum=0.9)
+    for which in (0, 1, 1, 0):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(which))
+        for each, own, own_x in ((module, optimizer, part_of(x)), (dense, oracle, x)):
+            own.zero_grad()
+            each(own_x, which).square().mean().backward()
+            own.step()
+    optimizer.wait()
+    for param, want in zip(module.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(param, want, **AVERAGED)
+
+
+@pytest.mark.worlds("sim")
+def test_a_forward_may_leave_out_layers(world):
+    world(one_branch, 2)
+
+
 def loads_and_leaves():
     module = model()
     optimizer = made(module)
