@@ -201,7 +201,7 @@ def by_ddp(make: Callable[[Any], Any], size: Size, batch: int, device: torch.dev
     )
     if dist.get_backend() == "fake":  # its handles have no results, which DDP needs
         module.register_comm_hook(None, all_reduced)
-    optimizer = make(module.parameters())
+    optimizer = make(module)
     return trainer(module, optimizer.step, optimizer.zero_grad, size, batch, device)
 
 
@@ -219,16 +219,21 @@ def by_hand(size: Size, batch: int, device: torch.device, bucket_mib: int = 64) 
     return trainer(module, optimizer.step, lambda: None, size, batch, device)
 
 
-def zero_of(cls: Any, params: Any, **options: Any) -> Any:
-    return cls(params, torch.optim.AdamW, **options, **ADAMW)
+def zero_of(cls: Any, trained: nn.Module, **options: Any) -> Any:
+    return cls(trained.parameters(), torch.optim.AdamW, **options, **ADAMW)
+
+
+def behind_forward(trained: nn.Module) -> Any:
+    return zero_of(st.ZeroRedundancyOptimizer, trained, partition="ranges", module=trained)
 
 
 TRAINED: dict[str, Callable[[Size, int, torch.device], Step]] = {
-    "DDP, AdamW": partial(by_ddp, lambda params: torch.optim.AdamW(params, **ADAMW)),
+    "DDP, AdamW": partial(by_ddp, lambda module: torch.optim.AdamW(module.parameters(), **ADAMW)),
     "DDP, torch ZeRO": partial(
         by_ddp, partial(zero_of, upstream.ZeroRedundancyOptimizer, parameters_as_bucket_view=True)
     ),
     "DDP, ours": partial(by_ddp, partial(zero_of, st.ZeroRedundancyOptimizer, parameters_as_bucket_view=True)),
+    "DDP, ours, module": partial(by_ddp, behind_forward),
     "by hand": by_hand,
     "by hand, 256 MiB": partial(by_hand, bucket_mib=256),
     "ours, owners": partial(ours, partition="owners"),

@@ -95,9 +95,9 @@ def check_arguments(
             f"overlap_with_ddp and {other} exclude each other: DDP reduces all gradients to all ranks, in buckets of "
             "its own. Leave one out; overlap_gradients=True needs no DDP"
         )
-    if arguments["module"] is not None and not overlap_gradients:
-        raise ValueError("module= needs overlap_gradients=True: pass both, or leave module out")
-    if isinstance(arguments["module"], nn.parallel.DistributedDataParallel):
+    if arguments["module"] is not None and not overlap_gradients and partition == "owners":
+        raise ValueError('module= needs overlap_gradients=True or partition="ranges"; or leave module out')
+    if overlap_gradients and isinstance(arguments["module"], nn.parallel.DistributedDataParallel):
         raise ValueError("overlap_gradients replaces DistributedDataParallel: pass the module that it wraps, unwrapped")
     if partition == "owners" and not overlap_gradients:
         check_one_type(groups)

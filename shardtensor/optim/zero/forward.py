@@ -64,6 +64,12 @@ class ForwardWaits:
             self._stream.mark(self._events[bucket])
         self.wait(self._outside)
 
+    def check(self) -> None:
+        """Raise RuleError if backward computed gradients of parameters whose values are still being sent."""
+        for bucket in self._buckets:
+            if bucket.pending is not None:
+                bucket.refuse_early_use()
+
     def wait(self, buckets: Sequence[ParamBucket] | None = None) -> None:
         """Wait for buckets that are being sent; for all by default."""
         pending = [bucket for bucket in (self._buckets if buckets is None else buckets) if bucket.pending is not None]

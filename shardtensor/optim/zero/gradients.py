@@ -208,12 +208,8 @@ class ReducedBucket:
                     f"the gradient of `{self.names[i]}` is sparse, and flat buffers have dense gradients",
                     fix="make the embedding with sparse=False",
                 )
-        if self._values.pending is not None and any([param.grad is not None for param in self.params]):
-            raise RuleError(
-                "forward read parameters before they had the values of the last step",
-                {"some of": ", ".join(self.names[:8])},
-                "call optimizer.wait() before forward, or pass the module whose forward reads them as module=",
-            )
+        if self._values.pending is not None:
+            self._values.refuse_early_use()
         self._average = torch.empty(self._bucket.chunk, dtype=self.kind[0], device=self.kind[1])
         self.used, self.pending = self.inputs.reduce(self, self._average, self._group)
 

@@ -75,9 +75,9 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
             backward equally often, on a loss that depends on at least one of the parameters; else the others hang. The
             constructor copies the parameters of the group's first rank to all ranks. Buffers of modules are not
             synchronized.
-        module: with `overlap_gradients`, the module that holds the parameters, not wrapped in DDP. `step` starts to
-            send the new values and returns; before the forward of each submodule this rank waits for the parameters of
-            that submodule. Call `wait` before code reads parameters in another way: an average of models, a copy,
+        module: with `overlap_gradients` or ranges, the module that holds the parameters. `step` starts to send the new
+            values and returns; before the forward of each submodule this rank waits for the parameters of that
+            submodule. Call `wait` before code reads parameters in another way: an average of models, a copy,
             ``F.linear(x, self.child.weight)`` in a module without parameters of its own.
         offload_state: keep the state in pinned memory of the CPU between steps. The tensors of this rank's part are
             stepped one by one, while the state of the next is copied to the device. For classes that are known to
@@ -140,7 +140,7 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         if partition is None:
             partition = "ranges" if overlap_gradients and self.unit == "element" else "owners"
         check_arguments(self._arguments, self.unit, partition, groups)
-        self.process_group, self.overlap_with_ddp, self.partition = process_group, overlap_with_ddp, partition
+        self.overlap_with_ddp, self.partition = overlap_with_ddp, partition
         self.parameters_as_bucket_view, self.optimizer_class = parameters_as_bucket_view, optimizer_class
         self._options = defaults
         self._is_built = False
@@ -148,6 +148,7 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         JoinableStep.__init__(self)
         self._is_built = True
         self.group: Group = one_axis(as_group(process_group))
+        self.process_group = self.group.process_group
         self.gradients: PartitionedGradients | None = None
         if not self._is_copy:
             options = options_text(self._arguments, partition, defaults)
@@ -177,18 +178,18 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         self._waits: ForwardWaits | None = None
         if overlap_gradients:
             self.gradients = PartitionedGradients(self.partitioned.records, self.group)
-        self._reduce_buckets()
+        self._hook_buckets()
 
-    def _reduce_buckets(self) -> None:
-        """Reduce the gradients of all buckets in backward from now on."""
+    def _hook_buckets(self) -> None:
+        """Reduce the gradients of all buckets in backward, and wait for their values in forward, from now on."""
         if self.gradients is not None:
             if not self._is_copy:
                 self._division.copy_from_first()
             self.gradients.set_buckets(self._division.buckets)
-            module = self._arguments["module"]
-            if self._waits is not None:
-                self._waits.remove()
-            self._waits = None if module is None else ForwardWaits(module, self._division.buckets)
+        if self._waits is not None:
+            self._waits.remove()
+        module, buckets = self._arguments["module"], self._division.buckets
+        self._waits = ForwardWaits(module, buckets) if module is not None and buckets else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroRedundancyOptimizer:
         self.wait()
@@ -240,7 +241,7 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         self._divide(group)
         self.optim.add_param_group(self._inner_group(group))
         start_state(self.optim, self._make, self.optim.param_groups[-1])
-        self._reduce_buckets()
+        self._hook_buckets()
         copy_options(self.optim.param_groups, self.param_groups)
 
     def _reduced_already(self) -> LayoutError | None:
@@ -291,6 +292,8 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         if self.overlap is not None:
             self.overlap.begin()
             return None
+        if self._waits is not None:
+            self._waits.check()
         self.wait()
         self._division.attach()
         if self.gradients is not None:

@@ -176,6 +176,16 @@ class ParamBucket:
             self.pending = None
         torch._C._increment_version(self.params)
 
+    def refuse_early_use(self) -> None:
+        """Raise RuleError if parameters have gradients; called while their values are being sent."""
+        shapes = [str(tuple(param.shape)) for param in self.params if type(param.grad) is torch.Tensor]
+        if shapes:
+            raise RuleError(
+                "forward read parameters before they had the values of the last step",
+                {"of shapes": ", ".join(shapes[:8])},
+                "call optimizer.wait() before forward, or pass the module whose forward reads them as module=",
+            )
+
     def attach(self) -> None:
         """Make replaced parameters views of the buffer again, with their new values."""
         if list(map(_data_ptr, self.params)) != self._pointers:

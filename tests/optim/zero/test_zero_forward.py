@@ -32,8 +32,8 @@ def model() -> nn.Module:
 
 
 def made(module, **options):
-    options = {"module": module, "bucket_mib": MANY / 10, "lr": 0.1, "momentum": 0.9, **options}
-    return st.ZeroRedundancyOptimizer(module.named_parameters(), optim.SGD, overlap_gradients=True, **options)
+    options = {"overlap_gradients": True, "bucket_mib": MANY / 10, "lr": 0.1, "momentum": 0.9, **options}
+    return st.ZeroRedundancyOptimizer(module.named_parameters(), optim.SGD, module=module, **options)
 
 
 def step(module, optimizer, x):
@@ -119,6 +119,33 @@ def too_early():
     step(module, optimizer, torch.randn(2, 4))
     optimizer.wait()
     assert not torch.equal(module.layer.weight, before)
+
+
+def reduced_elsewhere(wrong):
+    """Gradients are averaged by `data_parallel`; values are sent while the next forward runs."""
+    torch.manual_seed(3)
+    module = Outside() if wrong else model()
+    dense = copy.deepcopy(module)
+    optimizer = made(st.data_parallel(module), overlap_gradients=False, partition="ranges")
+    oracle = optim.SGD(dense.parameters(), lr=0.1, momentum=0.9)
+    for number in range(3):
+        x = torch.randn(12, 4, generator=torch.Generator().manual_seed(number))
+        if wrong and number == 1:
+            with pytest.raises(st.RuleError, match="before they had the values"):
+                step(module, optimizer, part_of(x))
+            return
+        step(module, optimizer, part_of(x))
+        step(dense, oracle, x)
+        assert pending(optimizer) == len(buckets(optimizer))
+    optimizer.wait()
+    for param, want in zip(module.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(param, want, **AVERAGED)
+
+
+@pytest.mark.worlds("sim", "gloo")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_ranges_with_gradients_that_are_reduced_elsewhere(world, wrong):
+    world(reduced_elsewhere, 3, wrong=wrong)
 
 
 @pytest.mark.worlds("sim")
