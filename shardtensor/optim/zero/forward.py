@@ -97,8 +97,10 @@ class WaitHook:
     @untraced("the wait for new values cannot be compiled: compile submodules without fullgraph=True")
     def __call__(self, *args: Any) -> None:
         """Wait for the buckets that are being sent."""
-        if self._with_grad or not torch.is_grad_enabled():
-            self._waits.wait(self._buckets)
+        for bucket in self._buckets:
+            if bucket.pending is not None and (self._with_grad or not torch.is_grad_enabled()):
+                self._waits.wait(self._buckets)
+                return
 
 
 class NoWait:
