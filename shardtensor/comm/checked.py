@@ -129,7 +129,7 @@ class CheckedGroup(Group):
         return self._group.broadcast(t, src_index)
 
     def broadcast_async(self, t: torch.Tensor, src_index: int = 0) -> Pending:
-        self._check(f"broadcast {_describe(t)} from rank {self.ranks[src_index]}")
+        self._check(f"broadcast_async {_describe(t)} from rank {self.ranks[src_index]}")
         return self._group.broadcast_async(t, src_index)
 
     def with_new_communicator(self) -> Group:

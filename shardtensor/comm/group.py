@@ -91,7 +91,9 @@ class Group(ABC):
         `out`; `op` is ``sum`` or ``avg``, which may change `flat`. On cuda it runs in the current stream, and `out`
         may be that range of `flat`."""
         overwrite(out, self.reduce_scatter(flat))
-        return Pending(out if op == "sum" else out.data.div_(self.size))
+        if op == "avg":
+            out.data.div_(self.size)
+        return Pending(out)
 
     @abstractmethod
     def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:

@@ -255,6 +255,32 @@ def check_into() -> None:
         assert same(flat[2 * me : 2 * me + 2], total)
 
 
+def check_averages_and_broadcasts():
+    group = as_group()
+    n, me = group.size, group.index
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        terms = [whole(2 * n, dtype, seed=r) for r in range(n)]
+        out = torch.zeros(2, dtype=dtype, device=device())
+        pending = group.reduce_scatter_into(out, terms[me].clone(), "avg")
+        assert pending.wait() is out
+        want = (sum(term.double() for term in terms) / n)[2 * me : 2 * me + 2]
+        assert torch.allclose(out.double(), want, rtol=1e-2 if dtype == torch.float16 else 1e-6)
+        pending.wait()
+        assert torch.allclose(out.double(), want, rtol=1e-2 if dtype == torch.float16 else 1e-6), "it averages once"
+    for dtype in (torch.float32, torch.bool, torch.int16, torch.complex64):
+        for source in range(n):
+            given = whole(4, dtype, seed=me).view(2, 2).t()
+            sent = whole(4, dtype, seed=source).view(2, 2).t()
+            pending = group.broadcast_async(given, source)
+            assert same(pending.wait(), sent) and same(given, sent)
+
+
+@pytest.mark.worlds("sim", "gloo")
+@pytest.mark.parametrize("size", [1, 3])
+def test_averages_and_broadcasts_that_are_started(world, size):
+    world(check_averages_and_broadcasts, size)
+
+
 @pytest.mark.worlds("sim", "gloo")
 @pytest.mark.parametrize("size", [1, 3])
 def test_into_memory_that_is_given(world, size):

@@ -166,6 +166,9 @@ class ReducedBucket:
     """
 
     inputs: ReduceInputs
+    waiting: int
+    pending: Pending | None
+    used: list[bool]
 
     def __init__(self, bucket: ParamBucket, records: Mapping[int, ParamRecord]) -> None:
         self.params, self._bucket, self._group, self._values = bucket.params, bucket.bucket, bucket.group, bucket
@@ -180,13 +183,11 @@ class ReducedBucket:
         self.gradients: list[Gradient] = []
         self.accumulated: dict[int, torch.Tensor] = {}
         self._average: torch.Tensor | None = None
-        self.reset()
 
     def reset(self) -> None:
         """Wait for all gradients again."""
         self.waiting = len(self.gradients)
-        self.pending: Pending | None = None
-        self.used: list[bool] = []
+        self.pending, self.used = None, []
 
     def set_aside(self, i: int) -> None:
         """Set aside the gradient of a parameter if it is reduced already: `finish` adds it."""
