@@ -172,6 +172,9 @@ def grown(name, mode):
     plain.add_param_group({"params": (oracle[name] for name in later[:2]), "lr": 0.3})
     ours.add_param_group({"params": model["last"]})
     plain.add_param_group({"params": oracle["last"]})
+    for group in plain.param_groups[1:] if name == "Adagrad" else []:  # torch 2.11 makes no state for later groups
+        fresh = optim.Adagrad([dict(group)]).state
+        plain.state.update({param: fresh[param] for param in group["params"] if param not in plain.state})
     close = ROUNDED if mode == "ranges" or (mode == "views" and name in ("Factored", "Adafactor")) else {}
     for step in range(1, 3):
         set_grads(step, model, oracle)
