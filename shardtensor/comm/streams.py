@@ -45,8 +45,14 @@ class Stream:
     def follow(self) -> None:
         """Make this stream wait for all work in the caller's stream."""
 
+    def wait(self, event: Any) -> None:
+        """Make this stream wait for an event."""
+
     def mark(self, event: Any) -> None:
         """Record an event in this stream."""
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a tensor until this stream has done its work so far, also if the tensor is dropped."""
 
     def synchronize(self) -> None:
         """Make the host wait for this stream."""
@@ -74,8 +80,15 @@ class CudaStream(Stream):
         self._follows.record(self._streams.caller)
         self._stream.wait_event(self._follows)
 
+    def wait(self, event: Any) -> None:
+        self._is_joined = False
+        self._stream.wait_event(event)
+
     def mark(self, event: Any) -> None:
         event.record(self._stream)
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._stream)
 
     def synchronize(self) -> None:
         self._stream.synchronize()

@@ -195,6 +195,11 @@ class FlatGroups:
         for leaf in flat.leaves:
             del self._places[id(leaf)]
 
+    def stepped_for(self, leaf: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that is stepped for a leaf: itself, or its flat group's."""
+        flat, _ = self._places.get(id(leaf), (None, 0))
+        return leaf if flat is None else flat.tensor
+
     # -- state by leaf ----------------------------------------------------------------------------------------------
 
     def state_of(self, leaf: torch.Tensor) -> MutableMapping[str, Any]:

@@ -95,14 +95,6 @@ def assert_equal(model: nn.Module, dense: nn.Module) -> None:
 # -- classes that update several elements or parameters together ------------------------------------------------------
 
 
-class Own(optim.SGD):
-    """A class of a user's, which does not say what it updates together."""
-
-
-class Apart(Own):
-    update_unit = "parameter"
-
-
 class RowSums(optim.Optimizer):
     """Adagrad with one sum for each row; a parameter without dimensions is one row."""
 
@@ -410,16 +402,6 @@ def in_processes(body: Callable[[], None]) -> None:
 
 
 CASES: dict[str, Case] = {
-    "state on the CPU of a class that may update parameters together": Case(
-        lambda: zero(made(), Own, offload_state=True),
-        {
-            'set update_unit = "parameter" on the class if it does not, or leave offload_state out': lambda: [
-                trains(lambda model: zero(averaged(model), Apart, offload_state=True)),
-                trains(lambda model: zero(averaged(model), Own)),
-            ]
-        },
-        mesh="dp=2",
-    ),
     "parts of what a class updates together": Case(
         lambda: lbfgs(overlap_gradients=True),
         {"leave overlap_with_ddp and overlap_gradients out; every rank then steps all parameters": lbfgs},

@@ -14,7 +14,7 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, RuleError, ShardTensorError
 from shardtensor.layout.partition import Partition
 from shardtensor.optim.named_params import params_text
-from shardtensor.optim.update_units import UpdateUnit, steps_apart
+from shardtensor.optim.update_units import UpdateUnit
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 OWN_KEYS = frozenset({"params", "param_names"})
@@ -101,12 +101,6 @@ def check_arguments(
         raise ValueError("overlap_gradients replaces DistributedDataParallel: pass the module that it wraps, unwrapped")
     if partition == "owners" and not overlap_gradients:
         check_one_type(groups)
-    if arguments["offload_state"] and not steps_apart(arguments["optimizer_class"]):
-        raise RuleError(
-            f"{arguments['optimizer_class'].__name__} may update parameters together, so its state cannot be copied in "
-            "parts",
-            fix='set update_unit = "parameter" on the class if it does not, or leave offload_state out',
-        )
     if unit == "all" and (overlap_with_ddp or overlap_gradients):
         name = arguments["optimizer_class"].__name__
         raise RuleError(

@@ -7,7 +7,7 @@ is a ShardedTensor, so that norms and clipping are global.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,10 +31,13 @@ class PartitionedGradients:
     Args:
         records: by the id of a parameter: its name, and the layout of its gradient.
         group: the ranks.
+        fetch: starts to copy the state of leaves to the device.
     """
 
-    def __init__(self, records: Mapping[int, ParamRecord], group: Group) -> None:
-        self._group, self._records = group, records
+    def __init__(
+        self, records: Mapping[int, ParamRecord], group: Group, fetch: Callable[[Iterable[torch.Tensor]], None]
+    ) -> None:
+        self._group, self._records, self._fetch = group, records, fetch
         self.reducer = BackwardReducer(partial(_finish_if_alive, weakref.ref(self)))
         self._buckets: list[ReducedBucket] = []
         self._inputs: dict[Any, ReduceInputs] = {}
@@ -43,7 +46,7 @@ class PartitionedGradients:
 
     def set_buckets(self, buckets: Sequence[ParamBucket]) -> None:
         """Reduce the gradients of these buckets from now on."""
-        self._buckets = [ReducedBucket(bucket, self._records) for bucket in buckets]
+        self._buckets = [ReducedBucket(bucket, self._records, self._fetch) for bucket in buckets]
         self._inputs = {}
         for bucket in self._buckets:
             inputs = self._inputs.setdefault(bucket.kind, ReduceInputs(*bucket.kind))
@@ -170,7 +173,13 @@ class ReducedBucket:
     pending: Pending | None
     used: list[bool]
 
-    def __init__(self, bucket: ParamBucket, records: Mapping[int, ParamRecord]) -> None:
+    def __init__(
+        self,
+        bucket: ParamBucket,
+        records: Mapping[int, ParamRecord],
+        fetch: Callable[[Iterable[torch.Tensor]], None],
+    ) -> None:
+        self._fetch = fetch
         self.params, self._bucket, self._group, self._values = bucket.params, bucket.bucket, bucket.group, bucket
         self.names = [records[id(param)].name for param in bucket.params]
         self._layouts: list[tuple[Any, tuple[int, ...]]] = []
@@ -213,6 +222,7 @@ class ReducedBucket:
             self._values.refuse_early_use()
         self._average = torch.empty(self._bucket.chunk, dtype=self.kind[0], device=self.kind[1])
         self.used, self.pending = self.inputs.reduce(self, self._average, self._group)
+        self._fetch(self._values.leaves.values())
 
     def buffer(self, memory: torch.Tensor) -> GradientBuffer:
         """Return the gradient buffer of this bucket in `memory`."""

@@ -1,8 +1,8 @@
-"""Optimizer state that is kept on the CPU between steps, with transfers beside the steps of other tensors."""
+"""Optimizer state that is kept on the CPU between steps, and copied while backward and the next forward run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,13 +12,13 @@ from shardtensor.comm.streams import Streams
 
 
 class OffloadedState:
-    """Steps an optimizer one tensor at a time, and keeps its state in pinned memory of the CPU.
+    """Keeps the state of an optimizer in pinned memory of the CPU between steps. On a CPU it only steps.
 
-    While one tensor is stepped, the state of the next is copied to the device, and that of the one before to the CPU.
-    On a CPU it only steps.
+    `fetch` starts to copy state to the device, in backward if gradients are reduced there; `step` waits for it. After
+    the step the state is copied back beside the next forward. So the device holds it when it holds few activations.
 
     Args:
-        optimizer: of a class that updates tensors independently of each other.
+        optimizer: this rank's optimizer.
         device: of the parameters.
     """
 
@@ -26,65 +26,56 @@ class OffloadedState:
         self._optimizer, self._streams = optimizer, Streams(device)
         self._in, self._out = self._streams.stream(), self._streams.stream()
         self._on_cpu: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._fetched: dict[torch.Tensor, Any] = {}  # by the tensor that is stepped: the event of its copies
+        self._put_back: dict[torch.Tensor, Any] = {}  # the same for copies to the CPU
 
-    def step(self, step: Callable[[], Any]) -> Any:
-        """Step all tensors of the optimizer's groups that have a gradient; return the last result of `step`."""
-        if not self._streams.is_cuda:
-            return step()
+    def fetch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Start to copy the state of tensors that will be stepped to the device."""
+        missing = [x for x in tensors if x not in self._fetched] if self._streams.is_cuda else []
+        if not missing:
+            return
         self._streams.refresh()
-        groups = self._optimizer.param_groups
-        members = [group["params"] for group in groups]
-        stepped = [(group, x) for group, own in zip(groups, members, strict=True) for x in own if x.grad is not None]
-        came, gone = [[self._streams.event() for _ in stepped] for _ in range(2)]
-        leaving: list[list[torch.Tensor]] = []
-        result = None
-        try:
-            for group in groups:
-                group["params"] = []
-            self._fetch(stepped[:1], came[:1])
-            for i, (group, x) in enumerate(stepped):
-                if i >= 2:  # its memory is used again
-                    self._streams.wait(gone[i - 2])
-                    leaving[i - 2].clear()
-                self._fetch(stepped[i + 1 : i + 2], came[i + 1 : i + 2])
-                self._streams.wait(came[i])
-                group["params"] = [x]
-                result = step()
-                group["params"] = []
-                leaving.append(self._put(x))
-                self._out.mark(gone[i])
-        finally:
-            for group, own in zip(groups, members, strict=True):
-                group["params"] = own
-        self._out.join()
-        return result
-
-    def _fetch(self, stepped: list[tuple[dict[str, Any], torch.Tensor]], came: list[Any]) -> None:
-        """Start to copy the state of a tensor to the device."""
-        for (_, x), event in zip(stepped, came, strict=True):
-            self._in.follow()
+        self._in.follow()
+        event = self._streams.event()
+        for x in missing:
             state = self._optimizer.state.get(x) or {}
+            if x in self._put_back:
+                self._in.wait(self._put_back[x])
             for key, value in _large(state):
                 if value.device != self._streams.device:
                     state[key] = torch.empty_like(value, device=self._streams.device)
                     with self._in:
                         state[key].copy_(value, non_blocking=True)
-            self._in.mark(event)
+            self._fetched[x] = event
+        self._in.mark(event)
 
-    def _put(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Start to copy the state of a tensor to the CPU; return the tensors that are copied."""
+    def step(self, step: Callable[[], Any]) -> Any:
+        """Call `step` when the state is on the device, and start to copy it to the CPU; return its result."""
+        if not self._streams.is_cuda:
+            return step()
+        self.fetch(x for group in self._optimizer.param_groups for x in group["params"] if x.grad is not None)
+        fetched, self._fetched = self._fetched, {}
+        self._streams.refresh()
+        for event in {id(event): event for event in fetched.values()}.values():
+            self._streams.wait(event)
+        result = step()
         self._out.follow()
-        state, on_cpu = self._optimizer.state[x], self._on_cpu.setdefault(x, {})
-        copied = []
+        for x in fetched:
+            self._put(x)
+        return result
+
+    def _put(self, x: torch.Tensor) -> None:
+        """Start to copy the state of a tensor to the CPU."""
+        state, on_cpu = self._optimizer.state.get(x) or {}, self._on_cpu.setdefault(x, {})
         for key, value in _large(state):
             kept = on_cpu.get(key)
             if kept is None or (kept.shape, kept.dtype) != (value.shape, value.dtype):
                 kept = on_cpu[key] = torch.empty_like(value, device="cpu", pin_memory=True)
             with self._out:
                 kept.copy_(value, non_blocking=True)
+            self._out.uses(value)
             state[key] = kept
-            copied.append(value)
-        return copied
+        self._out.mark(self._put_back.setdefault(x, self._streams.event()))
 
     def synchronize(self) -> None:
         """Make the host wait until the state is on the CPU."""

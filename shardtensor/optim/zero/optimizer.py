@@ -79,9 +79,8 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
             values and returns; before the forward of each submodule this rank waits for the parameters of that
             submodule. Call `wait` before code reads parameters in another way: an average of models, a copy,
             ``F.linear(x, self.child.weight)`` in a module without parameters of its own.
-        offload_state: keep the state in pinned memory of the CPU between steps. The tensors of this rank's part are
-            stepped one by one, while the state of the next is copied to the device. For classes that are known to
-            update parameters independently of each other: torch's, and those that state their ``update_unit``. Call
+        offload_state: keep the state in pinned memory of the CPU between steps. It is copied to the device for the
+            step, with `overlap_gradients` while backward runs, and back while the next forward runs. Call
             `synchronize` before ``state`` is read.
         bucket_mib: the size at which a bucket is full, with ranges or `overlap_gradients`. None: a sixteenth of all
             parameters, between 25 and 256 MiB.
@@ -177,7 +176,7 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         self.overlap: DDPOverlap | None = None  # a hook sets it
         self._waits: ForwardWaits | None = None
         if overlap_gradients:
-            self.gradients = PartitionedGradients(self.partitioned.records, self.group)
+            self.gradients = PartitionedGradients(self.partitioned.records, self.group, self._part.fetch)
         self._hook_buckets()
 
     def _hook_buckets(self) -> None:

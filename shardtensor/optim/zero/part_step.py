@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,11 @@ class PartStep:
         loss = closure()
         self._division.set_gradients()
         return loss
+
+    def fetch(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Start to copy the state of leaves to the device, if it is kept on the CPU."""
+        if self.offloaded is not None:
+            self.offloaded.fetch([self.flat_groups.stepped_for(leaf) for leaf in leaves])
 
     def step_with(self, grads: Mapping[torch.Tensor, torch.Tensor], groups: Groups) -> None:
         """Step the leaves that are parameters with a gradient here, with that gradient."""
