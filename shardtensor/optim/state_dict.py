@@ -112,11 +112,16 @@ def by_name(optimizer: optim.Optimizer, names: Mapping[int, str]) -> dict[str, A
     places = {id(param): i for i, param in enumerate(params)}  # the order of the groups
     entries = sorted(optimizer.state.items(), key=lambda entry: places.get(id(entry[0]), len(places)))
     state = {names.get(id(key), key): dict(values) for key, values in entries if len(values)}
+    return {"state": state, "param_groups": groups_by_name(optimizer, names)}
+
+
+def groups_by_name(optimizer: optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return the hyperparameters of an optimizer's groups, with the names of their parameters."""
     groups = []
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({**options, "params": [names[id(param)] for param in group["params"]]})
-    return {"state": state, "param_groups": groups}
+    return groups
 
 
 def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,10 +53,9 @@ class _Outline:
 
 @attrs.frozen
 class _Place:
-    """Where the state of a parameter is: its spec, the rank that holds all of it, and whether this rank holds some."""
+    """Where the state of a parameter is: its spec, or None if every rank holds all; whether this rank holds some."""
 
     spec: Spec | None
-    owner: int | None
     is_held: bool
 
 
@@ -97,7 +96,7 @@ class PartitionedState:
         held = param.detach().new_empty(0) if leaf is None else leaf
         group = None if layout is None else self._group
         self.records[id(param)] = ParamRecord(name, param, held, layout, group, param.dtype, param.device)
-        self._places[id(param)] = _Place(spec, owner, leaf is not None)
+        self._places[id(param)] = _Place(spec, leaf is not None)
 
     def leaf_of(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor that this rank steps for a parameter, if any."""
@@ -105,9 +104,9 @@ class PartitionedState:
 
     def owner_of(self, param: torch.Tensor) -> int:
         """Return the rank in the group that steps a parameter."""
-        owner = self._places[id(param)].owner
-        assert owner is not None, "parameters have owners"
-        return owner
+        spec = self._places[id(param)].spec
+        assert spec is not None and spec.only_part is not None, "parameters have owners"
+        return spec.only_part.index
 
     def _bound(self, spec: Spec, shape: tuple[int, ...]) -> Layout:
         return bind_named(spec, shape, mesh_of(self._group))

@@ -14,7 +14,7 @@ from shardtensor.errors import LayoutError
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.flat_groups import FlatGroups
 from shardtensor.optim.update_units import UpdateUnit
-from shardtensor.optim.zero.arguments import OWN_KEYS, copy_options
+from shardtensor.optim.zero.arguments import copy_options
 from shardtensor.optim.zero.state import HeldState, PartitionedState
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 from shardtensor.tensor.trees import tensors_in
@@ -93,7 +93,10 @@ class StateDicts(optim.Optimizer):
         All ranks call it; it sends only the shapes and dtypes of the state.
         """
         self.synchronize()
-        return state_by_name(self, names)
+        renamed = {own: names[key] for key, own in self.names.items()}
+        state = self.partitioned.sharded(self.flat_groups)
+        named = {renamed[name]: values for name, values in state.items()}
+        return {"state": named, "param_groups": saved.groups_by_name(self, names)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a state dict. All ranks call it.
@@ -113,17 +116,6 @@ class StateDicts(optim.Optimizer):
         self._consolidated, self._is_consolidated = None, False
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-
-def state_by_name(optimizer: StateDicts, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return the state dict keyed by name; `names` maps the id of each parameter to its name. All ranks call it."""
-    groups = []
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in OWN_KEYS}
-        groups.append({**options, "params": [names[id(param)] for param in group["params"]]})
-    renamed = {own: names[key] for key, own in optimizer.names.items()}
-    state = optimizer.partitioned.sharded(optimizer.flat_groups)
-    return {"state": {renamed[name]: values for name, values in state.items()}, "param_groups": groups}
 
 
 def load(optimizer: StateDicts, state_dict: Mapping[str, Any]) -> None:
