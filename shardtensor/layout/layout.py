@@ -228,6 +228,10 @@ class ListedLayout(Layout):
     def boxes(self, rank: int) -> tuple[Box, ...]:
         return _boxes_by_rank(self).get(rank, ())
 
+    def holds_first_copy(self, rank: int) -> bool:
+        # Boxes of a scalar do not overlap, so several ranks may list it.
+        return rank in self.ranks if self.shape else rank == self.owned[0][0]
+
     def local_shape(self, rank: int) -> Shape:
         boxes = self.boxes(rank)
         if self.packed:
