@@ -14,7 +14,8 @@
     ├── MissingParameterError  (AttributeError)  a module has no parameter of that name
     ├── PlanError              (TypeError, KeyError, RuntimeError)  a sharding plan contradicts itself or its module
     ├── StaleParameterError    (RuntimeError)    an optimizer holds parameters that the module no longer has
-    └── CaptureError           (RuntimeError)    a step cannot be captured in a CUDA graph, or be replayed as called
+    ├── CaptureError           (RuntimeError)    a step cannot be captured in a CUDA graph, or be replayed as called
+    └── CheckpointError        (ValueError, RuntimeError)  a checkpoint cannot be saved, or cannot be loaded here
 
 Each also inherits the built-in type that torch raises in the same place, so ported ``except`` clauses work.
 A message has three parts: the fault in the user's terms, facts as aligned pairs, and fixes.
@@ -170,3 +171,7 @@ class StaleParameterError(ShardTensorError, RuntimeError):
 
 class CaptureError(ShardTensorError, RuntimeError):
     """A step cannot be captured in a CUDA graph, or a captured one cannot be replayed as it was called."""
+
+
+class CheckpointError(ShardTensorError, ValueError, RuntimeError):
+    """A checkpoint cannot be written or read, or does not fit what it is to be loaded into; nothing has changed."""

@@ -140,6 +140,10 @@ class CheckedGroup(Group):
             self._separate = CheckedGroup(self._group.with_new_communicator(), rendezvous)
         return self._separate
 
+    def for_other_thread(self) -> Group | None:
+        self._check("for_other_thread")
+        return self._group.for_other_thread()  # not checked: ranks would have to call it in one order with the others
+
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         if len(ranks) == self.size:
             return self

@@ -148,6 +148,11 @@ class Group(ABC):
         """
         return self  # in one process there is no communicator to separate
 
+    def for_other_thread(self) -> Group | None:
+        """Return a group of the same ranks for tensors on the CPU, whose collectives another thread of each rank may
+        call at any time; None if this group has none. All its members call it."""
+        return None
+
     @abstractmethod
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
         """Return a view of this group with a mesh; sends nothing. `axes` are existing groups along some axes."""
@@ -236,6 +241,9 @@ class SingleRankGroup(Group):
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         return self
 
+    def for_other_thread(self) -> Group:
+        return self
+
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
         alone = SingleRankGroup(self.rank, self.process_group, self.device_type)
         alone.mesh = mesh
@@ -267,7 +275,12 @@ class NonMemberGroup(Group):
 
     all_reduce = all_reduce_async = all_gather = reduce_scatter = reduce_scatter_async = _refuse
     all_gather_into = reduce_scatter_into = all_to_all = scatter = broadcast = broadcast_async = _refuse
-    exchange = exchange_objects = barrier = subgroup = _make_subgroup = on_mesh = axis = with_new_communicator = _refuse
+    exchange = exchange_objects = barrier = subgroup = _make_subgroup = axis = with_new_communicator = _refuse
+
+    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
+        group = NonMemberGroup(self.rank, self.ranks)
+        group.mesh = mesh
+        return group
 
     def __repr__(self) -> str:
         return f"NonMemberGroup(rank={self.rank}, ranks={self.ranks})"

@@ -239,20 +239,21 @@ def timeout_of(process_group: Any) -> float:
     return dist.default_pg_timeout.total_seconds()
 
 
-def new_group(ranks: tuple[int, ...], timeout_s: float, options: Any = None) -> Any:
+def new_group(ranks: tuple[int, ...], timeout_s: float, options: Any = None, backend: str | None = None) -> Any:
     """Make a process group of `ranks`, ascending global ranks; only they call it.
 
     torch names such a group by a counter of all groups that this process has made (pytorch/pytorch#189073), so ranks of
     different groups would wait for ever under different names. This call makes the name from the ranks and the number
     of earlier groups of the same ranks; ranks that are threads of one process share both counters.
     """
+    arguments = (ranks, timedelta(seconds=timeout_s), backend, options, True)  # True: only the members call it
     if dist.get_backend() == "threaded":
-        return dist.new_group(ranks, timedelta(seconds=timeout_s), pg_options=options, use_local_synchronization=True)
+        return dist.new_group(*arguments)
     _made[ranks] += 1
     name = f"shardtensor_{sha256(repr(ranks).encode()).hexdigest()[:16]}_{_made[ranks]}"
     torch_name = distributed_c10d._process_group_name
     distributed_c10d._process_group_name = lambda *args, **kwargs: name  # type: ignore[assignment]
     try:
-        return dist.new_group(ranks, timedelta(seconds=timeout_s), pg_options=options, use_local_synchronization=True)
+        return dist.new_group(*arguments)
     finally:
         distributed_c10d._process_group_name = torch_name

@@ -177,6 +177,20 @@ def forget_destroyed() -> None:
             del _mesh_groups[key]
 
 
+def _release_destroyed() -> None:
+    """Drop the process groups that were destroyed, also those of groups that tensors still refer to.
+
+    gloo ends its threads when the last reference is gone. After the interpreter has ended, it aborts the process.
+    """
+    groups = [*_groups.values(), *(group for _, group in _mesh_groups.values())]
+    forget_destroyed()
+    for group in groups:
+        if group.process_group is not None and group.process_group not in _world.pg_map:
+            group.process_group = None
+
+
+atexit.register(_release_destroyed)
+
 _live: weakref.WeakSet[Any] = weakref.WeakSet()
 _is_watching = False
 

@@ -31,6 +31,7 @@ class TorchGroup(Group):
         self.rank: int = self.ranks[self.index]
         self.mesh: Mesh | None = None
         self._separate: TorchGroup | None = None
+        self._for_other_thread: TorchGroup | None = None
         self.support = BackendSupport.of_backends(dist.get_backend_config(process_group), process_group.bound_device_id)
         self.device_type = self.support.device_type
 
@@ -199,6 +200,15 @@ class TorchGroup(Group):
         if self._separate is None:
             self._separate = TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))
         return self._separate
+
+    def for_other_thread(self) -> Group | None:
+        ranks = tuple(self.ranks)
+        if not set(self.support.backends.values()) <= {"gloo", "nccl"} or list(ranks) != sorted(ranks):
+            return None
+        if self._for_other_thread is None:
+            timeout_s = primitives.timeout_of(self.process_group)
+            self._for_other_thread = TorchGroup(primitives.new_group(ranks, timeout_s, backend="gloo"))
+        return self._for_other_thread
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> TorchGroup:
         group = TorchGroup(self.process_group)

@@ -27,13 +27,16 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 """Names of submodules that torch.compile and other wrappers add; they are left out of parameters' names."""
 
 
-def optim_state_dict(model: nn.Module, optimizer: optim.Optimizer, *, full: bool = False) -> dict[str, Any]:
+def optim_state_dict(
+    model: nn.Module | Mapping[str, nn.Module], optimizer: optim.Optimizer, *, full: bool = False
+) -> dict[str, Any]:
     """Return an optimizer's state and groups by the names of the parameters in `model`.
 
     The names, and each tensor's global shape and values, are those of the unsharded model.
 
     Args:
-        model: the model; the optimizer steps all or some of its parameters.
+        model: the model; the optimizer steps all or some of its parameters. Of a dict of models the names are
+            ``<key>.<name>``.
         optimizer: a torch optimizer, a `ShardedOptimizer` or a `ZeroRedundancyOptimizer`. All ranks of the last call
             it; they exchange which rank holds what.
         full: gather every tensor, on every rank. Collective: all ranks of the parameters' groups call it.
@@ -56,7 +59,7 @@ def optim_state_dict(model: nn.Module, optimizer: optim.Optimizer, *, full: bool
         >>> optim_state_dict(model, optimizer)["state"]["bias"]
         {'momentum_buffer': tensor([1.])}
     """
-    names, _ = _names_in(model)
+    names, _ = names_in(model)
     fault = _unknown_params(optimizer, names)
     if fault is not None:
         raise fault
@@ -71,7 +74,10 @@ def optim_state_dict(model: nn.Module, optimizer: optim.Optimizer, *, full: bool
 
 
 def optim_state_dict_to_load(
-    model: nn.Module, optimizer: optim.Optimizer, state: Mapping[str, Any], is_named_optimizer: bool = False
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: optim.Optimizer,
+    state: Mapping[str, Any],
+    is_named_optimizer: bool = False,
 ) -> dict[str, Any]:
     """Return the argument for ``optimizer.load_state_dict``, from the result of `optim_state_dict` of any model copy.
 
@@ -102,7 +108,7 @@ def optim_state_dict_to_load(
         >>> loaded["state"], loaded["param_groups"][0]["params"]
         ({1: {'momentum_buffer': tensor([1.])}}, [0, 1])
     """
-    names, aliases = _names_in(model)
+    names, aliases = names_in(model)
     own = [[names.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
     params = {names.get(id(param)): param for group in optimizer.param_groups for param in group["params"]}
     partitioned = optimizer.partitioned.records if isinstance(optimizer, ZeroRedundancyOptimizer) else {}
@@ -112,8 +118,7 @@ def optim_state_dict_to_load(
         if name is not None
     }
     # other states may have other shapes: Adafactor's row_var
-    is_elementwise = getattr(optimizer, "_on_leaves", update_unit(type(optimizer)) == "element")
-    shapes = {name: tuple(h.param.shape) for name, h in records.items()} if is_elementwise else None
+    shapes = {name: tuple(h.param.shape) for name, h in records.items()} if is_elementwise(optimizer) else None
     found, options, fault = saved.match_and_check(state, own, aliases, shapes)
     fault = _unknown_params(optimizer, names) or fault
     agree_in_groups(record_groups(records), "optim_state_dict_to_load", {"state": saved.outline(found)}, fault)
@@ -134,15 +139,28 @@ def optim_state_dict_to_load(
     return {"state": taken | found, "param_groups": groups}
 
 
-def _names_in(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Whether the tensors of an optimizer's state have the shapes of its parameters."""
+    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    return bool(getattr(optimizer, "_on_leaves", update_unit(type(inner)) == "element"))
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def names_in(model: nn.Module | Mapping[str, nn.Module]) -> tuple[dict[int, str], dict[str, str]]:
     """Return the name of each parameter by its id, and that name by the other names of tied parameters."""
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        first = names.setdefault(id(param), name)
-        if first != name:
-            aliases[name] = first
+    models = {"": model} if isinstance(model, nn.Module) else {f"{key}.": each for key, each in model.items()}
+    for prefix, each in models.items():
+        for full_name, param in each.named_parameters(remove_duplicate=False):
+            name = prefix + plain_name(full_name)
+            first = names.setdefault(id(param), name)
+            if first != name:
+                aliases[name] = first
     return names, aliases
 
 

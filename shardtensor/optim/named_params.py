@@ -45,6 +45,13 @@ class ParamRecord:
             return cls(name, param, local, param._layout, param._group, local.dtype, local.device)
         return cls(name, param, param, None, None, param.dtype, param.device)
 
+    def renew(self) -> ParamRecord:
+        """Read the parameter as it is now; return the record as it was."""
+        was, now = attrs.evolve(self), ParamRecord.of(self.name, self.param)
+        self.leaf, self.layout, self.group = now.leaf, now.layout, now.group
+        self.dtype, self.device = now.dtype, now.device
+        return was
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamRecord:
         return attrs.evolve(self, param=copy.deepcopy(self.param, memo), leaf=copy.deepcopy(self.leaf, memo))
 
@@ -58,12 +65,14 @@ def changed(records: Iterable[ParamRecord]) -> list[ParamRecord]:
     """Return the records whose parameter has another leaf, layout, device or dtype now; takes 0.2 microseconds each."""
     found = []
     for h in records:
-        leaf = h.leaf
-        if h.layout is not None:
-            param = h.param
-            if param._local is not leaf or param._layout is not h.layout:  # type: ignore[attr-defined]
+        leaf, param = h.leaf, h.param
+        if isinstance(param, ShardedTensor):
+            if param._local is not leaf or param._layout is not h.layout:
                 found.append(h)
                 continue
+        elif param is not leaf:  # it was sharded
+            found.append(h)
+            continue
         if leaf.dtype is not h.dtype or leaf.device != h.device:
             found.append(h)
     return found

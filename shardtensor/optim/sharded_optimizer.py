@@ -33,7 +33,7 @@ from shardtensor.optim.state import (
     ParamState,
     copied_value,
     local_value,
-    redistributed_value,
+    redistribute_state,
     sharded_value,
     start_state,
 )
@@ -219,28 +219,29 @@ class ShardedOptimizer(optim.Optimizer):
         if non_leaf:
             raise stale_error(non_leaf, "their shards were set to results of operations, which are no leaves")
         self._flat_groups.split_all()
-        with torch.no_grad():
-            for record in found:
-                self._move_state(record)
-        if self._on_leaves:
-            for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
-                own["params"][:] = self._inner_params(group["params"])
+        for record in found:
+            self._move_state(record)
+        self._list_leaves()
 
+    @torch.no_grad()
     def _move_state(self, record: ParamRecord) -> None:
         """Update the state of one parameter that has changed. Collective if its layout changed."""
-        was, now = record, ParamRecord.of(record.name, record.param)
         if not self._on_leaves:
-            state = self._inner.state.get(record.param)
-            if state:
-                state.update({key: redistributed_value(value, now, was) for key, value in state.items()})
-        elif was.leaf in self._inner.state:
+            redistribute_state(self._inner.state, record)
+            return
+        was, now = record.renew(), record
+        if was.leaf in self._inner.state:
             state = self._inner.state.pop(was.leaf)
             if (now.dtype, now.device) != (was.dtype, was.device) or now.layout != was.layout:
                 options = next((g for g in self.param_groups if any(p is record.param for p in g["params"])), {})
                 state = {key: local_value(sharded_value(value, was), now, key, options) for key, value in state.items()}
             self._inner.state[now.leaf] = state
-        record.leaf, record.layout, record.group = now.leaf, now.layout, now.group
-        record.dtype, record.device = now.dtype, now.device
+
+    def _list_leaves(self) -> None:
+        """Give the inner optimizer the leaves that the parameters have now."""
+        if self._on_leaves:
+            for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
+                own["params"][:] = self._inner_params(group["params"])
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:

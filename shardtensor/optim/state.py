@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import optim
 
+from shardtensor.comm.group import Group
+from shardtensor.layout.layout import Layout, replicated
 from shardtensor.optim.flat_groups import FlatGroups
 from shardtensor.optim.named_params import ParamRecord
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
@@ -69,19 +71,42 @@ def scalar_value(value: torch.Tensor, record: ParamRecord, key: str, options: Ma
     return value.to("cpu", copy=True)
 
 
+def redistribute_state(state: MutableMapping[Any, Any], record: ParamRecord) -> None:
+    """Adapt the state of a parameter that has changed, in an optimizer that steps the parameter itself; renew the
+    record. Collective if its layout changed."""
+    was, own = record.renew(), state.get(record.param)
+    if own:
+        own.update({key: redistributed_value(value, record, was) for key, value in own.items()})
+
+
 def redistributed_value(value: Any, record: ParamRecord, was: ParamRecord) -> Any:
     """Return a value of a parameter's state, adapted to the parameter's new layout, device and dtype."""
     if isinstance(value, list | tuple | dict):
         return mapped(value, lambda item, _: redistributed_value(item, record, was))
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+    is_sharded = isinstance(value, ShardedTensor)
+    if not isinstance(value, torch.Tensor) or (value.dim() == 0 and not is_sharded):
         return value
     dtype = record.dtype if value.dtype == was.dtype else value.dtype
+    layout, group = _new_place(value, record, was)
+    if layout is None or group is None:
+        return (value.full_tensor() if is_sharded else value).to(record.device, dtype)  # type: ignore[attr-defined]
+    local = local_as(value, layout, group)
+    if local.untyped_storage().nbytes() != local.numel() * local.element_size():
+        local = local.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
+    return wrap(local.to(record.device, dtype), layout, None, group)
+
+
+def _new_place(value: torch.Tensor, record: ParamRecord, was: ParamRecord) -> tuple[Layout | None, Group | None]:
+    """Return the new layout and group of a state tensor, None for a plain one: those of the parameter if it had the
+    parameter's layout; else its own, or replicated if the parameter is on other ranks now."""
     if not isinstance(value, ShardedTensor):
-        return value.to(record.device, dtype)
-    layout, group = value._layout, value._group
-    if layout == was.layout and record.layout is not None and record.group is not None:
-        layout, group = record.layout, record.group
-    return wrap(local_as(value, layout, group).to(record.device, dtype), layout, None, group)
+        is_like = was.layout is None and value.shape == record.param.shape
+        return (record.layout, record.group) if is_like else (None, None)
+    if record.group is None or value._layout == was.layout:
+        return record.layout, record.group
+    if set(value._group.ranks) == set(record.group.ranks):
+        return value._layout, value._group
+    return replicated(value._layout.shape, record.group.ranks), record.group
 
 
 def copied_value(value: Any, record: ParamRecord, key: str, options: Mapping[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding import expert_dispatch  # noqa: F401  (its hook registers itself)
 from shardtensor.sharding.job import ShardingJob, Target, count_as_before, work_of
-from shardtensor.sharding.module_changes import Binder, restore_class
+from shardtensor.sharding.module_changes import Binder, ModuleChange, restore_class
 from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.sharding.stores import is_called, keep_as_before
 from shardtensor.spec.nodes import ShardingSpec
@@ -28,13 +28,10 @@ from shardtensor.tensor.convert import drop_weak_references, flatten_again
 from shardtensor.tensor.placing import own_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
+PlanLike = Plan | ShardingPlan | Mapping[str, ShardingSpec | str | Sharder] | str | Path
 
-def shard_module(
-    module: nn.Module,
-    plan: Plan | ShardingPlan | Mapping[str, ShardingSpec | str | Sharder] | str | Path,
-    src_rank: int = 0,
-    process_group: Any = None,
-) -> nn.Module:
+
+def shard_module(module: nn.Module, plan: PlanLike, src_rank: int = 0, process_group: Any = None) -> nn.Module:
     """Shard the tensors of a module in place, by rules, and return it. Its forward then returns the dense results.
 
     Every rank raises the errors of the plan before anything changes. The ranks then compare all of it in one small
@@ -78,10 +75,7 @@ def shard_module(
     """
     group, found, facts, fault = as_group(process_group), None, {"src_rank": str(src_rank)}, None
     try:
-        if isinstance(plan, str | Path):
-            plan = load_plan(plan, config=_config(module), world=group.size)
-        found = work_of(module, plan, group, src_rank)
-        found.changes(Binder(found.group, is_dry=True))
+        found = job_of(module, plan, group, src_rank)
         facts |= found.facts()
     except ShardTensorError as error:
         fault = error
@@ -93,12 +87,28 @@ def shard_module(
     wrappers = [_wrapper(target, group, src_rank, process_group) for target in found.targets]
     changes = found.changes(Binder(group))
     drop_weak_references(module, [target.tensor for target in found.targets])
-    _swap_all([target.tensor for target in found.targets], wrappers)
-    if isinstance(plan, Plan) and group.device_type == "cuda":  # where the sharded ones are
+    swap_all([target.tensor for target in found.targets], wrappers)
+    if not found.rules.plan.is_part and group.device_type == "cuda":  # where the sharded ones are
         move_rest([module], own_device("cuda"), {id(whole) for _, whole in found.wholes})
     for _, tensor in found.wholes:
         if not tensor.is_meta:
             group.broadcast(tensor.data, src_rank)
+    install_plan(module, found, changes)
+    return module
+
+
+def job_of(module: nn.Module, plan: PlanLike, group: Group, src_rank: int = 0) -> ShardingJob:
+    """Return what a plan changes in a module. Pure: raises the errors of `shard_module`, changes and sends nothing."""
+    if isinstance(plan, str | Path):
+        plan = load_plan(plan, config=_config(module), world=group.size)
+    found = work_of(module, plan, group, src_rank)
+    found.changes(Binder(found.group, is_dry=True))
+    return found
+
+
+def install_plan(module: nn.Module, found: ShardingJob, changes: Iterable[ModuleChange]) -> None:
+    """Set what a plan changes in a module whose tensors have its layouts: ties, flows, counts, hooks, full sharding.
+    All ranks of the plan call it."""
     for name, other in found.ties:
         (owner, last), (source, of_source) = (_place(module, each) for each in (name, other))
         owner._parameters[last] = source._parameters[of_source]
@@ -107,10 +117,9 @@ def shard_module(
     for each_count in found.counts:
         each_count.apply()
     _hook(module, found)
-    _fill_on_load(module, group)
+    _fill_on_load(module, found.group)
     if found.fsdp_config is not None:
-        found.fsdp_config.apply(module, group)
-    return module
+        found.fsdp_config.apply(module, found.group)
 
 
 def _config(module: nn.Module) -> Any:
@@ -132,11 +141,8 @@ def unshard_module(module: nn.Module) -> nn.Module:
     """
     wrappers: dict[int, ShardedTensor] = {}
     keep_as_before(module)
+    take_off(module)
     for owner in module.modules():
-        restore_class(owner)
-        count_as_before(owner)
-        for handle in owner.__dict__.pop(_HANDLES, ()):
-            handle.remove()
         for value in (*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()):
             if isinstance(value, ShardedTensor):
                 wrappers[id(value)] = value
@@ -149,11 +155,20 @@ def unshard_module(module: nn.Module) -> nn.Module:
         is_parameter = isinstance(wrapper, nn.Parameter)
         wholes.append(nn.Parameter(whole, wrapper.requires_grad) if is_parameter else whole.detach())
     drop_weak_references(module, wrappers.values())
-    _swap_all(list(wrappers.values()), wholes)
+    swap_all(list(wrappers.values()), wholes)
     flatten_again(module)
     for tensor, grad in zip(wrappers.values(), grads, strict=True):
         tensor.grad = grad
     return module
+
+
+def take_off(module: nn.Module) -> None:
+    """Undo the flows, counts and hooks of a plan; tensors stay as they are."""
+    for owner in module.modules():
+        restore_class(owner)
+        count_as_before(owner)
+        for handle in owner.__dict__.pop(_HANDLES, ()):
+            handle.remove()
 
 
 _HANDLES = "_sharding_hooks"
@@ -189,14 +204,27 @@ def _wrapper(target: Target, group: Group, src_rank: int, process_group: Any) ->
     return wrap(local, layout, spec, group)
 
 
-def _swap_all(tensors: list[Any], others: list[Any]) -> None:
-    """Turn each tensor into the other at its position; if one fails, turn those before it back."""
+def _raise(fault: ShardTensorError | None) -> None:
+    if fault is not None:
+        raise fault
+
+
+def swap_all(
+    tensors: Sequence[Any], others: Sequence[Any], agreed: Callable[[ShardTensorError | None], None] = _raise
+) -> None:
+    """Turn each tensor into the other at its position. `agreed` gets the error if one cannot be changed, else None; if
+    it raises, those that were changed are turned back."""
     done: list[tuple[Any, Any, Any]] = []
+    fault: ShardTensorError | None = None
     try:
-        for tensor, other in zip(tensors, others, strict=True):
-            grad = tensor.grad
-            become(tensor, other)
-            done.append((tensor, other, grad))
+        try:
+            for tensor, other in zip(tensors, others, strict=True):
+                grad = tensor.grad
+                become(tensor, other)
+                done.append((tensor, other, grad))
+        except ShardTensorError as error:
+            fault = error
+        agreed(fault)
     except BaseException:
         for tensor, other, grad in reversed(done):
             torch.utils.swap_tensors(tensor, other)

@@ -17,8 +17,9 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.comm.collectives import refuse_forward_mode
 from shardtensor.comm.group import Group
+from shardtensor.comm.process_group import as_group
 from shardtensor.comm.untraced import untraced
-from shardtensor.errors import RuleError
+from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.layout.route import Step, route, transfer
 from shardtensor.mesh import Mesh
@@ -101,6 +102,26 @@ def moved(local: torch.Tensor, source: Layout, target: Layout, group: Group) -> 
                 )
         return _Moved.apply(local, source, target, group)
     return _run(local, source, target, group)
+
+
+def common_group(one: Group, other: Group) -> Group:
+    """Return a group that contains the ranks of both: one of them, if possible the first, else the default group.
+
+    Raises:
+        LayoutError: none of these does.
+    """
+    if one is other or one.ranks == other.ranks or set(other.ranks) <= set(one.ranks):
+        return one
+    if set(one.ranks) <= set(other.ranks):
+        return other
+    world = as_group()
+    if {*one.ranks, *other.ranks} <= set(world.ranks):
+        return world
+    raise LayoutError(
+        "no group has the ranks of both layouts",
+        {"from ranks": list(one.ranks), "to ranks": list(other.ranks)},
+        "make a process group of all of them and reshard to a spec on it first",
+    )
 
 
 def as_nothing(local: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:

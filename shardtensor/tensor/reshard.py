@@ -16,7 +16,7 @@ from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.factories import distribute
 from shardtensor.tensor.gradient import keep_grad_dtype
-from shardtensor.tensor.move import moved, reduce_local
+from shardtensor.tensor.move import common_group, moved, reduce_local
 from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -80,12 +80,19 @@ def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
             {"made by": tensor._copied.name},
             "shardtensor.reshard(tensor, spec) makes a new tensor",
         )
+    return reshard_on(tensor, spec, layout, tensor._group)
+
+
+def reshard_on(tensor: ShardedTensor, spec: ShardingSpec, layout: Layout, group: Group) -> ShardedTensor:
+    """Give a tensor the layout of a spec on `group`, perhaps other ranks, as `reshard_` does. All ranks of both call
+    it."""
     is_leaf = tensor._local.is_leaf
     grad = tensor._local.grad if is_leaf else None
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_leaf):
-        local = _moved(tensor, spec, layout, tensor._group)
+        local = _moved(tensor, spec, layout, group)
         if grad is not None:
-            grad = moved(grad, tensor._layout.reduced(), layout.reduced(), tensor._group).to(local.device)
+            common = common_group(tensor._group, group)
+            grad = moved(grad, tensor._layout.reduced(), layout.reduced(), common).to(local.device)
     if local is not tensor._local:
         if local.untyped_storage().nbytes() != local.numel() * local.element_size():
             local = local.clone(memory_format=torch.contiguous_format)  # a shard owns exactly its bytes
@@ -93,15 +100,16 @@ def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
             local = local.detach().requires_grad_(tensor._local.requires_grad)
             keep_grad_dtype(tensor, local)
             local.grad = grad
-    old, old_layout = tensor._local, tensor._layout
+    old, old_layout, old_group = tensor._local, tensor._layout, tensor._group
     tensor._layout, tensor._spec, tensor._placements, tensor._remote = layout, spec, None, None
+    tensor._group, tensor._idle_grad = group, None
     if local is not old and is_leaf and old.requires_grad:
-        _forward_grad(old, old_layout, tensor)
+        _forward_grad(old, old_layout, old_group, tensor)
     tensor._replace_local(local)
     return tensor
 
 
-def _forward_grad(old: torch.Tensor, layout: Layout, tensor: ShardedTensor) -> None:
+def _forward_grad(old: torch.Tensor, layout: Layout, group: Group, tensor: ShardedTensor) -> None:
     """Redistribute gradients that earlier graphs still give the old leaf, and add them to those of the current leaf."""
 
     @torch.no_grad()
@@ -110,7 +118,8 @@ def _forward_grad(old: torch.Tensor, layout: Layout, tensor: ShardedTensor) -> N
         if grad is None:
             return
         local = tensor._local
-        new = moved(grad, layout.reduced(), tensor._layout.reduced(), tensor._group).to(local.device)
+        common = common_group(group, tensor._group)
+        new = moved(grad, layout.reduced(), tensor._layout.reduced(), common).to(local.device)
         local.grad = new if local.grad is None else local.grad + new
 
     old.grad = None
@@ -118,27 +127,11 @@ def _forward_grad(old: torch.Tensor, layout: Layout, tensor: ShardedTensor) -> N
 
 
 def _moved(tensor: ShardedTensor, spec: ShardingSpec, layout: Layout, group: Group) -> torch.Tensor:
-    local = moved(tensor._local, tensor._layout, layout, _transport(tensor._group, group))
+    local = moved(tensor._local, tensor._layout, layout, common_group(tensor._group, group))
     if tensor.is_meta:
         return local
     device = device_for(spec, group, like=local.device)
     return local if device == local.device else local.to(device)
-
-
-def _transport(old: Group, new: Group) -> Group:
-    """Return the group that sends the elements: it contains the ranks of both."""
-    if new is old or set(new.ranks) <= set(old.ranks):
-        return old
-    if set(old.ranks) <= set(new.ranks):
-        return new
-    world = as_group()
-    if {*old.ranks, *new.ranks} <= set(world.ranks):
-        return world
-    raise LayoutError(
-        "no group has the ranks of both layouts",
-        {"from ranks": list(old.ranks), "to ranks": list(new.ranks)},
-        "make a process group of all of them and reshard to a spec on it first",
-    )
 
 
 ShardedTensor.reshard = reshard_

@@ -111,14 +111,14 @@ class StateDicts(optim.Optimizer):
         loaded: dict[str, Any] = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
-        load(self, loaded)
+        load_part(self, loaded)
         self.state.is_anywhere = bool(loaded["state"])
         self._consolidated, self._is_consolidated = None, False
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
 
-def load(optimizer: StateDicts, state_dict: Mapping[str, Any]) -> None:
+def load_part(optimizer: StateDicts, state_dict: Mapping[str, Any]) -> None:
     """Load this rank's part of a state dict, and the hyperparameters. All ranks call it.
 
     Raises:

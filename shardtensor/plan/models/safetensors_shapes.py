@@ -18,9 +18,10 @@ MAX_HEADER = 100_000_000
 """The largest header that the format allows, in bytes."""
 
 DTYPES = {
-    "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 """safetensors' name of each dtype -> torch's."""
 
@@ -110,7 +111,7 @@ def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
     if dtype not in DTYPES:
         facts = {"known": ", ".join(DTYPES)}
         raise _refused(path, f"`{name[:100]}` is of the element type {dtype[:40]}, which is not known here", facts)
-    is_float = "float" in DTYPES[dtype]
+    is_float = "float" in DTYPES[dtype] or "complex" in DTYPES[dtype]
     return TensorInfo(unwrapped(name), tuple(shape), None, DTYPES[dtype], not is_float, is_float)
 
 

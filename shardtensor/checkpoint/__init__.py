@@ -1,0 +1,1 @@
+"""Checkpoints: saved under any layout, loaded under any other."""

@@ -1,0 +1,83 @@
+"""Bring whole tensors to one rank each, before they are written: one all-to-all for each few hundred megabytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardtensor.checkpoint.files import Written
+from shardtensor.checkpoint.reads import Place, box_places
+from shardtensor.comm.group import Group
+from shardtensor.layout.box import whole
+from shardtensor.layout.holders import holders, replica_of
+from shardtensor.layout.layout import Layout
+
+ROUND_BYTES = 256 << 20
+"""About how many bytes a rank receives in one all-to-all."""
+
+
+def to_owners(planned: Sequence[Written], group: Group) -> dict[str, torch.Tensor]:
+    """Return the whole tensors that this rank owns, on the CPU. All ranks of `group` call it, with tensors of the same
+    names in one order."""
+    made: dict[str, torch.Tensor] = {}
+    for batch in _rounds(planned):
+        sends: list[list[torch.Tensor]] = [[] for _ in range(group.size)]
+        receives: list[list[tuple[int, int]]] = [[] for _ in range(group.size)]  # (number of the tensor, bytes)
+        for i in batch:
+            item, owner, copy = planned[i].item, planned[i].owner, planned[i].copy
+            layout = item.layout
+            if layout.is_replicated and group.ranks[owner] in layout.ranks:
+                if owner == group.index:
+                    made[item.name] = item.local.contiguous().cpu().view(item.shape)
+                continue
+            if replica_of(layout, group.rank) == copy and item.local.numel():
+                sends[owner].append(_as_bytes(item.local))
+            if owner == group.index:
+                made[item.name] = torch.empty(item.shape, dtype=item.local.dtype)
+                for rank in holders(layout, whole(item.shape), copy):
+                    count = layout.numel(rank) * item.local.element_size()
+                    receives[group.ranks.index(rank)].append((i, count))
+        counts = [sum(part.numel() for part in parts) for parts in sends], [sum(n for _, n in got) for got in receives]
+        flat = _joined([part for parts in sends for part in parts], group)
+        received = group.all_to_all(flat, *counts).cpu()
+        at = 0
+        for rank, got in zip(group.ranks, receives, strict=True):
+            for i, count in got:
+                put(received[at : at + count], planned[i].item.layout, rank, made[planned[i].item.name])
+                at += count
+    return made
+
+
+def _rounds(planned: Sequence[Written]) -> list[list[int]]:
+    """Return the numbers of the tensors of each all-to-all: no owner gets much more than `ROUND_BYTES` in one."""
+    rounds: dict[int, list[int]] = {}
+    loads: dict[int, int] = {}
+    for i, each in enumerate(planned):
+        before = loads.get(each.owner, 0)
+        rounds.setdefault(before // ROUND_BYTES, []).append(i)
+        loads[each.owner] = before + each.item.whole_bytes
+    return [rounds[i] for i in sorted(rounds)]
+
+
+def _as_bytes(local: torch.Tensor) -> torch.Tensor:
+    return local.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _joined(parts: Sequence[torch.Tensor], group: Group) -> torch.Tensor:
+    device = torch.device("cuda", torch.cuda.current_device()) if group.device_type == "cuda" else torch.device("cpu")
+    if not parts:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    return torch.cat([part.to(device) for part in parts])
+
+
+def put(received: torch.Tensor, layout: Layout, rank: int, whole_tensor: torch.Tensor) -> None:
+    """Copy the bytes of the local tensor of `rank` to their places in the whole tensor."""
+    local = received.clone().view(whole_tensor.dtype)  # a clone: the bytes may begin anywhere
+    for box, place in zip(layout.boxes(rank), box_places(layout, rank), strict=True):
+        whole_tensor[box.slices].copy_(region_view(local, place, box.sizes))
+
+
+def region_view(local: torch.Tensor, place: Place, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Return the view of a region of a contiguous local tensor."""
+    return local.as_strided(sizes, place.strides, local.storage_offset() + place.first)

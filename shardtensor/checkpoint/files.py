@@ -1,0 +1,89 @@
+"""Who writes which tensor into which file, for one save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+
+from shardtensor.checkpoint.contents import Contents, Item
+from shardtensor.checkpoint.manifest import TensorRecord, describe, rank_file
+from shardtensor.checkpoint.writing import FilePart, NewFile, own_metadata
+from shardtensor.comm.group import Group
+from shardtensor.layout.holders import replica_count, replica_of
+from shardtensor.layout.layout import Layout
+from shardtensor.layout.partition import assign_owners
+
+
+@attrs.frozen(eq=False)
+class Written:
+    """How a tensor is written: replica `copy` of each element is, as the ranks hold it; or, if there is a `file`, all
+    of it by one rank, at place `owner` in the group, under the name `key`."""
+
+    item: Item
+    copy: int
+    owner: int = 0
+    file: str = ""
+    key: str = ""
+
+
+def plan_files(made: Contents, layout: str, world: int) -> list[Written]:
+    """Determine how each tensor is written, so that all ranks write about as much; the same on every rank."""
+    items = list(made.items.values())
+    written: list[Written] = []
+    by_copies: dict[int, list[Item]] = {}
+    by_section: dict[str, list[Item]] = {}
+    for item in items:
+        by_copies.setdefault(replica_count(item.layout), []).append(item)
+        section = item.name.partition("/")[0]
+        if layout == "whole" and section.partition(".")[0] == "model":
+            by_section.setdefault(section, []).append(item)
+    for count, each in by_copies.items():
+        chosen = assign_owners([item.whole_bytes for item in each], [0] * count)
+        written += [Written(item, copy) for item, copy in zip(each, chosen, strict=True)]
+    by_name = {each.item.name: each for each in written}
+    loads = [0] * world
+    for section, each in by_section.items():
+        owners = assign_owners([item.whole_bytes for item in each], loads)
+        writers = sorted(set(owners))
+        folder = f"{section.partition('.')[2]}/" if "." in section else ""
+        for item, owner in zip(each, owners, strict=True):
+            number = f"-{writers.index(owner) + 1:05d}-of-{len(writers):05d}" if len(writers) > 1 else ""
+            file, key = f"{folder}model{number}.safetensors", item.name.partition("/")[2]
+            by_name[item.name] = attrs.evolve(by_name[item.name], owner=owner, file=file, key=key)
+    return [by_name[item.name] for item in items]
+
+
+def files_and_records(
+    made: Contents, planned: Sequence[Written], whole_tensors: Mapping[str, torch.Tensor], group: Group
+) -> tuple[list[NewFile], dict[str, TensorRecord]]:
+    """Return the files that this rank writes, and where every tensor is."""
+    model_files: dict[str, list[FilePart]] = {}
+    parts: list[FilePart] = []
+    records: dict[str, TensorRecord] = {}
+    for each in planned:
+        item = each.item
+        if each.file:
+            records[item.name] = TensorRecord(item.shape, item.dtype, file=each.file)
+            if each.owner == group.index:
+                part = FilePart(each.key, item.dtype, item.shape, whole_tensors[item.name])
+                model_files.setdefault(each.file, []).append(part)
+            continue
+        layout, texts = describe(item.layout)
+        is_same = layout is item.layout
+        records[item.name] = TensorRecord(item.shape, item.dtype, **texts, copy=each.copy if is_same else 0)
+        if replica_of(layout, group.rank) == records[item.name].copy:
+            values = item.local if is_same else _laid_out(item, layout, group.rank)
+            if values.numel():
+                parts.append(FilePart(item.name, item.dtype, tuple(values.shape), values.contiguous()))
+    for item in made.own_items.values():
+        parts.append(FilePart(item.name, item.dtype, item.shape, item.local.contiguous()))
+    own = NewFile(rank_file(group.rank, max(group.ranks) + 1), parts, own_metadata(made.own_values))
+    return [own, *(NewFile(name, each) for name, each in model_files.items())], records
+
+
+def _laid_out(item: Item, layout: Layout, rank: int) -> torch.Tensor:
+    """Return the local tensor under a layout that lists the boxes of the item's layout, flat."""
+    at = dict(zip(item.layout.boxes(rank), item.layout.local_boxes(rank), strict=True))
+    return torch.cat([item.local.new_empty(0), *(item.local[at[box].slices].flatten() for box in layout.boxes(rank))])

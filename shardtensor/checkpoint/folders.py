@@ -1,0 +1,139 @@
+"""Folders of checkpoints: the one to be written, the newest of many, and whether all ranks see the same."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+
+from shardtensor.checkpoint.manifest import NAME, Manifest, read_manifest
+from shardtensor.checkpoint.storage import Folder
+from shardtensor.checkpoint.together import agree_or_raise
+from shardtensor.comm.group import Group
+from shardtensor.errors import CheckpointError
+
+PARTIAL = ".{}.partial"
+"""The name of the folder in which a checkpoint is written."""
+OLD = ".{}.old"
+"""The name that an earlier checkpoint has while the new one gets its name."""
+_PROBE = "probe"
+
+
+def latest(folder: str | os.PathLike[str]) -> str | None:
+    """Return the path of the newest checkpoint in a folder of checkpoints; None if there is none.
+
+    The newest is the one with the largest ``step``; of those without one, the last that was saved. A folder whose
+    manifest is damaged is left out. Sends nothing: call it on every rank, or pass rank 0's answer on.
+
+    Example:
+        >>> import tempfile, shardtensor as st
+        >>> folder = tempfile.mkdtemp()
+        >>> for step in (90, 100):
+        ...     st.save(f"{folder}/step-{step}", extra={}, step=step)
+        >>> st.latest(folder).rsplit("/", 1)[1]
+        'step-100'
+    """
+    found = max(checkpoints_in(Folder(folder)), key=sort_key, default=None)
+    return None if found is None else found[1].path
+
+
+Found = tuple[Manifest, Folder]
+
+
+def sort_key(found: Found) -> tuple[int, float]:
+    """Return what orders checkpoints by age."""
+    manifest, _ = found
+    return (-1 if manifest.step is None else manifest.step, manifest.saved_at)
+
+
+def checkpoints_in(parent: Folder) -> Iterator[Found]:
+    """Yield the checkpoints in a folder whose manifests can be read."""
+    names = parent.names()
+    for name in names:
+        old = re.fullmatch(re.escape(OLD).replace(r"\{\}", "(.*)"), name)
+        if old is not None and old[1] not in names:  # its successor did not get the name
+            name = old[1]
+        elif name.startswith("."):
+            continue
+        folder = parent.within(name)
+        with suppress(CheckpointError, OSError):
+            yield read_manifest(manifest_text(folder)), folder
+
+
+def checkpoints_like(folder: Folder, pattern: str) -> Iterator[Found]:
+    """Yield the checkpoints beside a folder whose names, with # for each number, are `pattern`."""
+    for manifest, other in checkpoints_in(folder.parent):
+        if re.sub(r"\d+", "#", other.name) == pattern:
+            yield manifest, other
+
+
+def manifest_text(folder: Folder) -> str:
+    """Return the text of the manifest of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is no manifest.
+        CheckpointError: it is not text.
+    """
+    try:
+        return folder.read(NAME).decode()
+    except UnicodeDecodeError:
+        raise CheckpointError(f'"{NAME}" is damaged: it is not text', fix="load an earlier checkpoint") from None
+
+
+def settled(folder: Folder) -> Folder:
+    """Return the folder that has the contents of `folder`: if a crash came between the two renames that replace a
+    checkpoint, that is the earlier one."""
+    old = folder.beside(OLD.format(folder.name))
+    return old if folder.is_local and not folder.has() and old.has(NAME) else folder
+
+
+class FolderProbe:
+    """Makes the folder that a save writes into, and checks that all ranks see it."""
+
+    def __init__(self, partial: Folder, target: Folder) -> None:
+        self._partial, self._target = partial, target
+
+    def make(self, group: Group, call: str) -> None:
+        """Make an empty folder on rank 0. All ranks of the group call it.
+
+        Raises:
+            CheckpointError: on every rank: the target is no checkpoint, the folder cannot be made, or a rank does not
+                see it.
+        """
+        fault = None
+        try:
+            if group.index == 0:
+                self._refuse_others()
+                self._partial.remove(NAME) if self._partial is self._target else self._partial.remove()
+                self._partial.make()
+                self._partial.write(_PROBE, [b"probe"])
+        except CheckpointError as error:
+            fault = error
+        except OSError as error:
+            fault = CheckpointError(
+                "the folder of the checkpoint cannot be made",
+                {"folder": self._target.path, "why": f"{type(error).__name__}: {error.strerror or error}"},
+                "choose a folder that this process may write",
+            )
+        agree_or_raise(group, call, {}, fault)
+        if not self._partial.has(_PROBE):
+            fault = CheckpointError(
+                "this rank does not see the folder that rank 0 has made: its machine has a disk of its own there",
+                {"folder": self._target.path, "assumed": "a file system that all ranks share"},
+                "name a folder that all machines share, or a URL such as s3://bucket/run/step-100",
+            )
+        agree_or_raise(group, call, {}, fault)
+        if group.index == 0:
+            with suppress(OSError):
+                self._partial.remove(_PROBE)
+
+    def _refuse_others(self) -> None:
+        """Raise CheckpointError if there is something at the target that a checkpoint must not replace."""
+        target = self._target
+        if target.has() and target.names() and not target.has(NAME) and self._partial is not target:
+            raise CheckpointError(
+                "there is a folder or file of that name, which is no checkpoint",
+                {"path": target.path},
+                "choose another name, or remove it",
+            )

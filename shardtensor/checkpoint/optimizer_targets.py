@@ -1,0 +1,154 @@
+"""Match the saved state of an optimizer to the parameters that it steps here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import optim
+
+from shardtensor.checkpoint.contents import inner_class, module_of
+from shardtensor.checkpoint.decoding import StoredTensor, dtype_named, replaced
+from shardtensor.checkpoint.manifest import TensorRecord
+from shardtensor.checkpoint.targets import ReadTarget, target_of
+from shardtensor.comm.group import Group
+from shardtensor.errors import CheckpointError, LayoutError
+from shardtensor.optim.fqn import is_elementwise, names_in, optim_state_dict_to_load
+from shardtensor.optim.named_params import ParamRecord
+from shardtensor.optim.sharded_optimizer import ShardedOptimizer
+from shardtensor.optim.state_dict import match
+from shardtensor.optim.zero.optimizer import ZeroRedundancyOptimizer
+from shardtensor.tensor.dispatch import is_dtensor
+from shardtensor.tensor.dtensor import from_dtensor
+from shardtensor.tensor.sharded_tensor import wrap
+
+
+def optimizer_targets(
+    optimizer: optim.Optimizer,
+    models: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    stored: Mapping[str, TensorRecord],
+    group: Group,
+    *,
+    strict: bool,
+) -> tuple[list[ReadTarget], Callable[[], None]]:
+    """Return the tensors to read, and a function that then loads the state.
+
+    Raises:
+        CheckpointError: the state is that of other parameters, shapes or, if `strict` is set, another class.
+    """
+    module = module_of(models, optimizer)
+    if module is None:
+        assert isinstance(optimizer, ShardedOptimizer), "others need their model"
+        names, aliases = {id(param): name for name, param in optimizer.named_params.items()}, dict[str, str]()
+    else:
+        names, aliases = names_in(module)
+    params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
+    unnamed = sum(id(param) not in names for param in params)
+    if unnamed:
+        raise CheckpointError(
+            f"{unnamed} parameters of the optimizer are not in the model; nothing has been loaded",
+            fix="pass the model whose parameters() the optimizer was made with",
+        )
+    own = [[names[id(param)] for param in param_group["params"]] for param_group in optimizer.param_groups]
+    try:
+        state, _ = match(saved, own, aliases)
+    except LayoutError as error:
+        raise CheckpointError(error.fault, dict(error.rows)) from None
+    groups = saved["param_groups"]
+    if saved["class"] != inner_class(optimizer):
+        if strict:
+            raise CheckpointError(
+                "the saved state is that of another class of optimizer; nothing has been loaded",
+                {"saved": saved["class"], "here": inner_class(optimizer)},
+                "make the optimizer that was saved, or load with strict=False, which takes what both have",
+            )
+        state, groups = _in_common(state, groups, optimizer)
+    partitioned = optimizer.partitioned.records if isinstance(optimizer, ZeroRedundancyOptimizer) else {}
+    records = {names[id(p)]: partitioned.get(id(p)) or ParamRecord.of(names[id(p)], p) for p in params}
+    if is_elementwise(optimizer):
+        _check_shapes(state, records, stored)
+    targets: list[ReadTarget] = []
+    filled: dict[Any, dict[str, Any]] = {}
+    for name, values in state.items():
+        make = partial(_new, record=records.get(name), stored=stored, targets=targets, group=group)
+        filled[name] = {key: replaced(value, make) for key, value in values.items()}
+
+    def load_state() -> None:
+        named = {"state": filled, "param_groups": groups}
+        optimizer.load_state_dict(named if module is None else optim_state_dict_to_load(module, optimizer, named))
+
+    return targets, load_state
+
+
+def _new(
+    found: StoredTensor,
+    record: ParamRecord | None,
+    stored: Mapping[str, TensorRecord],
+    targets: list[ReadTarget],
+    group: Group,
+) -> torch.Tensor:
+    """Return a new tensor for a stored one, and add it to the targets: with the layout of its parameter if it has the
+    parameter's shape, else whole on every rank."""
+    saved = stored[found.name]
+    dtype = dtype_named(saved.dtype)
+    device = torch.device("cpu") if record is None else record.device
+    if record is None or tuple(record.param.shape) != saved.shape:
+        tensor = torch.empty(saved.shape, dtype=dtype, device=device)
+    elif is_dtensor(record.param):
+        like = from_dtensor(record.param.detach())
+        tensor = wrap(torch.empty_like(like._local, dtype=dtype), like._layout, like._spec, like._group)
+        targets.append(target_of(found.name, saved, tensor, group))
+        return tensor.to_dtensor(record.param.device_mesh)  # type: ignore[attr-defined]
+    elif record.layout is not None and record.group is not None:
+        local = torch.empty(record.layout.local_shape(record.group.rank), dtype=dtype, device=device)
+        tensor = wrap(local, record.layout, None, record.group)
+    else:
+        tensor = torch.empty(saved.shape, dtype=dtype, device=device)
+    targets.append(target_of(found.name, saved, tensor, group))
+    return tensor
+
+
+def _check_shapes(
+    state: Mapping[Any, Mapping[str, Any]], records: Mapping[str, ParamRecord], stored: Mapping[str, TensorRecord]
+) -> None:
+    """Raise CheckpointError unless all stored tensors have the shapes of their parameters."""
+    for name, values in state.items():
+        needed = tuple(records[name].param.shape) if name in records else None
+        for key, value in values.items():
+            if isinstance(value, StoredTensor) and stored[value.name].shape != needed:
+                raise CheckpointError(
+                    f'the saved "{key}" of parameter "{name}" has another shape; nothing has been loaded',
+                    {"saved": stored[value.name].shape, "here": needed or "no such parameter"},
+                    "load it into the model that was saved",
+                )
+
+
+def _in_common(
+    state: Mapping[Any, dict[str, Any]], groups: list[dict[str, Any]], optimizer: optim.Optimizer
+) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
+    """Return the state and options of another class that this one has, too.
+
+    State is taken only if all that this class needs is there: Adam's for AdamW, but not SGD's for Adam. What a class
+    needs, a step of one number shows.
+    """
+    inner = getattr(optimizer, "_inner", None) or getattr(optimizer, "optim", None) or optimizer
+    probe = torch.zeros((1, 1), requires_grad=True)
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key in optimizer.defaults}
+    for key in ("fused", "capturable"):  # they need parameters on GPUs
+        if options.get(key):
+            options[key] = False
+    trial = cast(Any, type(inner))([{"params": [probe], **options}])
+    probe.grad = torch.zeros_like(probe)
+    trial.step()
+    needed = set(trial.state[probe])
+    taken = {
+        name: {key: values[key] for key in needed} if needed <= set(values) else {} for name, values in state.items()
+    }
+    known = [
+        {key: value for key, value in each.items() if key in ("params", *optimizer.param_groups[0])} for each in groups
+    ]
+    kept = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")}
+    return {name: values for name, values in taken.items() if values}, [{**kept, **each} for each in known]

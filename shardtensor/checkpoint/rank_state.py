@@ -1,0 +1,95 @@
+"""What a checkpoint holds for each rank: the state of its random generators and of its dataloader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardtensor.checkpoint.decoding import StoredTensor, decoded, dtype_named, replaced, stored_in
+from shardtensor.checkpoint.manifest import TensorRecord, rank_file
+from shardtensor.checkpoint.random_states import set_rng_state
+from shardtensor.checkpoint.stored import Stored
+from shardtensor.checkpoint.targets import ReadTarget
+from shardtensor.checkpoint.tensor_file import DTYPES
+from shardtensor.comm.group import Group
+from shardtensor.errors import CheckpointError
+from shardtensor.layout.layout import replicated
+
+
+def rank_targets(
+    stored: Stored, group: Group, loaders: Mapping[str, Any], *, rng: bool
+) -> tuple[list[ReadTarget], Callable[[], None]]:
+    """Return the tensors to read, and a function that then loads the states.
+
+    A rank loads its own state. In a world of another size it loads state that was equal on all ranks; random generators
+    that were not are left as they are.
+
+    Raises:
+        CheckpointError: there is no state of a dataloader, or each rank had another one and their number has changed.
+    """
+    files = [name for name in stored.manifest.files if name.startswith("state/")]
+    own = rank_file(group.rank, stored.manifest.world)
+    is_same_world = len(files) == group.size and own in files
+    if loaders and not files:
+        raise CheckpointError("the checkpoint holds no state of a dataloader", fix="load without dataloader=")
+    if not files:
+        return [], lambda: None
+    stored.open_headers([own] if is_same_world else files)
+    file = own if is_same_world else files[0]
+    values = _values(stored, file)
+    others = [] if is_same_world else [_values(stored, name) for name in files]
+    targets: list[ReadTarget] = []
+    loads: list[tuple[Callable[[Any], None], Any, dict[str, torch.Tensor]]] = []
+    for name, loader in [*loaders.items(), *([("rng", None)] if rng else [])]:
+        is_equal = all(each.get(name) == values.get(name) for each in others)
+        is_equal = is_equal and _equal_tensors(stored, files, file, name, others)
+        if loader is None and (name not in values or not is_equal):
+            continue
+        if name not in values:
+            raise CheckpointError(f'the checkpoint holds no "{name}"', fix="load without dataloader=")
+        if not is_equal:
+            raise CheckpointError(
+                f'"{name}" has another state on each rank, and the number of ranks has changed',
+                {"saved by": f"{len(files)} ranks", "here": f"{group.size} ranks"},
+                "load without dataloader=, and start it anew",
+            )
+        entries = stored.headers[file].entries
+        value = decoded(values[name], entries)
+        tensors: dict[str, torch.Tensor] = {}
+        for found in stored_in(value):
+            entry = entries[found.name]
+            record = TensorRecord(entry.shape, DTYPES[entry.format], file=file)
+            tensors[found.name] = torch.empty(entry.shape, dtype=dtype_named(record.dtype))
+            layout = replicated(entry.shape, (group.rank,))
+            targets.append(ReadTarget(found.name, found.name, record, tensors[found.name], layout, group.rank))
+        loads.append((set_rng_state if loader is None else loader.load_state_dict, value, tensors))
+
+    def load_states() -> None:
+        for load, value, tensors in loads:
+            load(replaced(value, partial(_final, tensors)))
+
+    return targets, load_states
+
+
+def _final(tensors: Mapping[str, torch.Tensor], found: StoredTensor) -> Any:
+    return found.final(tensors[found.name])
+
+
+def _values(stored: Stored, file: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(stored.headers[file].metadata["rank_values"]))
+    except (KeyError, ValueError, TypeError, RecursionError):
+        raise CheckpointError(f'the file "{file}" is damaged: it has no values of its rank') from None
+
+
+def _equal_tensors(stored: Stored, files: list[str], file: str, name: str, others: list[dict[str, Any]]) -> bool:
+    """Whether the tensors of a state are equal in all files, by their checksums."""
+    if not others:
+        return True
+    names = [found.name for found in stored_in(decoded(_values(stored, file).get(name), stored.headers[file].entries))]
+    sums = [[stored.headers[each].entries[key].sums for key in names] for each in files]
+    return all(each == sums[0] for each in sums)

@@ -1,0 +1,350 @@
+"""`save` and `async_save`: a checkpoint of a training run, or of a model, in one folder.
+
+The files are written into a hidden folder beside the target. When all are on the disk, rank 0 writes the manifest and
+renames the folder, so that at every moment the target is absent, or whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from threading import Thread
+from typing import Any
+
+import attrs
+from xxhash import xxh3_64_hexdigest
+
+from shardtensor.checkpoint.contents import Contents, collect, fault_of
+from shardtensor.checkpoint.exchange import to_owners
+from shardtensor.checkpoint.files import files_and_records, plan_files
+from shardtensor.checkpoint.folders import OLD, PARTIAL, FolderProbe, checkpoints_like, sort_key
+from shardtensor.checkpoint.manifest import NAME, FileRecord, Manifest
+from shardtensor.checkpoint.progress import ByteProgress
+from shardtensor.checkpoint.storage import Folder
+from shardtensor.checkpoint.together import agree_or_raise
+from shardtensor.checkpoint.writing import HostMemory, NewFile, write_files
+from shardtensor.comm.group import Group
+from shardtensor.comm.process_group import as_group, release_before_groups
+from shardtensor.errors import CheckpointError
+from shardtensor.version import __version__
+
+LAYOUTS = ("whole", "as is")
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    dataloader: Any = None,
+    extra: Any = None,
+    step: int | None = None,
+    rng: bool = True,
+    layout: str = "whole",
+    keep_last: int | None = None,
+    process_group: Any = None,
+) -> None:
+    """Save a training run, or a model, into a folder. All ranks of the group call it.
+
+    The model's tensors are written whole, as the safetensors files of Hugging Face: ``transformers``, vLLM and others
+    load them from the folder. Each tensor goes to one rank, which writes it, so all ranks write about as many bytes.
+    The optimizer's state lies in the folder ``state``: each rank writes the parts that it holds. A checkpoint loads
+    into any layout on any number of ranks.
+
+    Until all is on the disk, the folder at `path` does not exist, or is the one of an earlier save; a crash at any
+    moment leaves it so.
+
+    Args:
+        path: the folder, which is made; or a URL that fsspec knows. All ranks see it: a disk that machines share.
+        model: a module, a state dict, or a dict of several modules. A ``config`` of transformers is written, too.
+        optimizer: a `ShardedOptimizer`, a `ZeroRedundancyOptimizer`, any ``torch.optim`` optimizer, or a dict of them;
+            state is saved by the names of the parameters in the model.
+        scheduler: an object with ``state_dict`` and ``load_state_dict``, such as a scheduler or a GradScaler, or a dict
+            of them.
+        dataloader: the same; but its state is saved for each rank.
+        extra: numbers, text, tensors, and lists and dicts of these. If ranks pass different values, rank 0's are saved;
+            keys must be equal.
+        step: the number of the training step, by which `latest` finds the newest checkpoint.
+        rng: save the states of each rank's random generators.
+        layout: ``"whole"``, or ``"as is"``: each rank writes the parts of the model that it holds, and nothing is sent.
+        keep_last: remove older checkpoints in the same parent folder whose names differ from `path` only in numbers, so
+            that so many are left.
+        process_group: the ranks that save, by default all.
+
+    Raises:
+        CheckpointError: on every rank: something cannot be saved, the ranks pass different names or paths, or a file
+            cannot be written. An earlier checkpoint at `path` is unchanged.
+
+    Example:
+        >>> import tempfile, torch, shardtensor as st
+        >>> model = torch.nn.Linear(4, 2)
+        >>> folder = tempfile.mkdtemp() + "/step-1"
+        >>> st.save(folder, model=model, extra={"epoch": 3}, step=1)
+        >>> st.load(folder, model=model)
+        {'epoch': 3}
+    """
+    wait_for_save()
+    group = as_group(process_group)
+    arguments = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": dataloader}
+    job = _prepare(path, group, arguments, extra=extra, step=step, rng=rng, layout=layout, keep_last=keep_last)
+    files, copied = _memory.copies(job.files, of_all=False)
+    copied()
+    job.finish(group, files)
+
+
+def async_save(path: str | os.PathLike[str], **arguments: Any) -> Saving:
+    """Start a `save`, and return when the values are copied; a thread of each rank writes them.
+
+    The tensors are copied to host memory (page-locked for tensors on GPUs, where the copies run in the current stream,
+    so the next kernels may change the tensors). That memory is kept for the next save. At most one save is on its way:
+    another one, or a load, first waits for it. All ranks of the group call it.
+
+    Args:
+        path, arguments: as `save`.
+
+    Returns:
+        a handle; its ``wait()`` returns when the checkpoint is complete, or raises the error of the save.
+
+    Example:
+        >>> import tempfile, torch, shardtensor as st
+        >>> folder = tempfile.mkdtemp() + "/step-1"
+        >>> saving = st.async_save(folder, model=torch.nn.Linear(4, 2))
+        >>> saving.wait()
+    """
+    wait_for_save()
+    options = {"extra": None, "step": None, "rng": True, "layout": "whole", "keep_last": None} | arguments
+    group = as_group(options.pop("process_group", None))
+    objects = {name: options.pop(name, None) for name in ("model", "optimizer", "scheduler", "dataloader")}
+    job = _prepare(path, group, objects, **options)
+    other = group.for_other_thread()
+    files, copied = _memory.copies(job.files, of_all=True)
+    if other is None:  # ranks that are threads of one process
+        copied()
+        return Saving(lambda: job.finish(group, files), in_thread=False)
+    second = other
+
+    def finish() -> None:
+        copied()
+        job.finish(second, files)
+
+    return Saving(finish, in_thread=True)
+
+
+class Saving:
+    """A save that is on its way."""
+
+    def __init__(self, finish: Callable[[], None], *, in_thread: bool) -> None:
+        global _current
+        self._error: BaseException | None = None
+        self._finish = finish
+        self._thread = Thread(target=self._run, name="shardtensor async_save")
+        if in_thread:
+            _current = self
+            release_before_groups(self)
+            self._thread.start()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._finish()
+        except BaseException as error:  # `wait` raises it
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether the checkpoint is complete, or its save has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def release(self) -> None:
+        """Wait until the thread has ended, before the process groups are destroyed."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+_memory = HostMemory()
+_current: Saving | None = None
+
+
+def wait_for_save() -> None:
+    """Wait for the save that is on its way, and raise its error if nobody has seen it."""
+    global _current
+    current, _current = _current, None
+    if current is not None:
+        current.wait()
+
+
+@attrs.define
+class _Job:
+    """A save whose values are known: the files of this rank, and the manifest without the files of all ranks."""
+
+    folder: Folder
+    files: list[NewFile]
+    manifest: Manifest
+    texts: dict[str, str]
+    keep_last: int | None
+
+    @property
+    def partial(self) -> Folder:
+        """Where the files are written."""
+        return self.folder.beside(PARTIAL.format(self.folder.name)) if self.folder.is_local else self.folder
+
+    def finish(self, group: Group, files: Sequence[NewFile]) -> None:
+        """Write the files, and then the manifest. All ranks of `group` call it."""
+        call = f'save("{self.folder.path}")'
+        written: dict[str, FileRecord] = {}
+        fault = None
+        try:
+            with ByteProgress(call, sum(file.size_bytes for file in files), shown=group.index == 0) as progress:
+                written = write_files(self.partial, files, progress.add)
+        except OSError as error:
+            fault = _disk_fault(self.partial, error)
+        reports = group.exchange_objects({name: attrs.astuple(record) for name, record in written.items()})
+        try:
+            agree_or_raise(group, call, {}, fault)
+            fault = None
+            try:
+                if group.index == 0:
+                    self._commit({name: FileRecord(*each) for report in reports for name, each in report.items()})
+            except OSError as error:
+                fault = _disk_fault(self.partial, error)
+            agree_or_raise(group, call, {}, fault)
+        except CheckpointError:
+            if group.index == 0:
+                with suppress(OSError):
+                    self.partial.remove(NAME)
+                    self.partial.remove()
+            raise
+        if group.index == 0 and self.keep_last is not None:
+            _remove_older(self.folder, self.keep_last)
+
+    def _commit(self, files: Mapping[str, FileRecord]) -> None:
+        """Make the checkpoint complete, on rank 0."""
+        partial, folder = self.partial, self.folder
+        for name, text in self.texts.items():
+            partial.write(name, [text.encode()])
+        manifest = attrs.evolve(self.manifest, files=dict(sorted(files.items())))
+        partial.write(NAME, [manifest.to_text().encode()])
+        if not folder.is_local:
+            return
+        partial.sync()
+        old = folder.beside(OLD.format(folder.name))
+        if folder.has():
+            old.remove()
+            folder.rename(old.name)
+        partial.rename(folder.name)
+        old.remove()
+
+
+def _disk_fault(folder: Folder, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        "a file of the checkpoint cannot be written; there is no new checkpoint",
+        {"folder": folder.path, "why": f"{type(error).__name__}: {error.strerror or error}"},
+        "free space or choose a folder on another disk, and save again",
+    )
+
+
+def _prepare(
+    path: str | os.PathLike[str],
+    group: Group,
+    arguments: Mapping[str, Any],
+    *,
+    extra: Any,
+    step: int | None,
+    rng: bool,
+    layout: str,
+    keep_last: int | None,
+) -> _Job:
+    """Read the values to save, compare them between ranks, exchange whole tensors, and make the folder."""
+    call = f'save("{os.fspath(path)}")'
+    fault = None
+    made, folder = Contents(), None
+    try:
+        _check_options(layout, keep_last, step)
+        folder = Folder(path)
+        made = collect(group, **arguments, extra=extra, rng=rng)
+    except Exception as error:  # fsspec raises any; an error on one rank must reach the others
+        fault = fault_of(error)
+    options = {"path": os.fspath(path), "layout": layout, "step": str(step), "keep_last": str(keep_last)}
+    agree_or_raise(group, call, options | _outline(made), fault)
+    assert folder is not None
+    job = _Job(folder, [], Manifest(), _config_text(arguments["model"]), keep_last)
+    FolderProbe(job.partial, folder).make(group, call)
+    planned = plan_files(made, layout, group.size)
+    whole_tensors = to_owners([each for each in planned if each.file], group)
+    files, records = files_and_records(made, planned, whole_tensors, group)
+    job.files = files
+    job.manifest = Manifest(
+        library=__version__,
+        step=step,
+        saved_at=round(time.time(), 3),
+        world=max(group.ranks) + 1,
+        tensors=records,
+        aliases=made.aliases,
+        values=made.values,
+    )
+    return job
+
+
+def _check_options(layout: str, keep_last: int | None, step: int | None) -> None:
+    if layout not in LAYOUTS:
+        raise CheckpointError(
+            f'no layout of files is called "{layout}"', fix=" or ".join(f'layout="{x}"' for x in LAYOUTS)
+        )
+    if keep_last is not None and keep_last < 1:
+        raise CheckpointError(f"keep_last={keep_last} would remove the checkpoint itself", fix="keep one at least")
+    if step is not None and (type(step) is not int or step < 0):
+        raise CheckpointError(f"step={step!r} is not the number of a step", fix="pass an int, 0 or larger")
+
+
+def _outline(made: Contents) -> dict[str, str]:
+    """Return what must be equal on every rank: each tensor's shape, dtype and layout, and the other values."""
+    facts = {
+        f'tensor "{name}"': f"{' x '.join(map(str, item.shape)) or 'scalar'} {item.dtype} {item.layout}"
+        for name, item in made.items.items()
+    }
+    for name, value in made.values.items():
+        text = repr(_keys(value) if name == "extra" else value)
+        facts[f"values of {name}"] = (
+            text if len(text) < 200 else f"{text[:160]}... (#{xxh3_64_hexdigest(text.encode())})"
+        )
+    facts["values of each rank"] = ", ".join(made.own_values)
+    return facts
+
+
+def _keys(value: Any) -> Any:
+    """Return the keys of nested dicts, without values."""
+    if isinstance(value, dict):
+        return {key: _keys(item) for key, item in value.items()}
+    return None
+
+
+def _config_text(model: Any) -> dict[str, str]:
+    """Return the text of ``config.json`` for a model of transformers."""
+    to_text = getattr(getattr(model, "config", None), "to_json_string", None)
+    return {} if to_text is None else {"config.json": to_text()}
+
+
+def _remove_older(folder: Folder, keep: int) -> None:
+    """Remove the oldest of the checkpoints whose names differ from this one only in numbers."""
+    found = sorted(checkpoints_like(folder, re.sub(r"\d+", "#", folder.name)), key=sort_key)
+    for _, old in found[: max(0, len(found) - keep)]:
+        if old.name != folder.name:
+            with suppress(OSError):
+                old.remove(NAME)  # first: what is left is no checkpoint
+                old.remove()

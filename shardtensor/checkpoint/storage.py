@@ -1,0 +1,196 @@
+"""Files of a checkpoint: on a local disk by the calls of the operating system, elsewhere through fsspec."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import posixpath
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+THREADS = 4
+"""How many files, or parts of one, a rank reads or writes at a time."""
+_STEP_BYTES = 8 << 20  # a call of the operating system; larger ones are not faster
+
+Buffer = memoryview | bytes
+
+
+class Folder:
+    """A folder, by its path or URL; the names of files in it use / as separator.
+
+    Args:
+        path: of a local folder, or a URL that fsspec knows: ``s3://bucket/run/step-100``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.fs, root = fsspec.core.url_to_fs(self.path)
+        self.root = root.rstrip("/") or "/"
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return posixpath.basename(self.root)
+
+    def beside(self, name: str) -> Folder:
+        """Return the folder of another name in the same parent."""
+        return self._at(posixpath.join(posixpath.dirname(self.root), name))
+
+    def within(self, name: str) -> Folder:
+        """Return the folder of a name in this one."""
+        return self._at(posixpath.join(self.root, name))
+
+    @property
+    def parent(self) -> Folder:
+        """The folder that contains this one."""
+        return self._at(posixpath.dirname(self.root) or "/")
+
+    def _at(self, root: str) -> Folder:
+        made = Folder.__new__(Folder)
+        made.path = made.root = root
+        made.fs, made.is_local = self.fs, self.is_local
+        return made
+
+    def at(self, name: str) -> str:
+        """Return the full path of a file."""
+        return posixpath.join(self.root, name)
+
+    def has(self, name: str = "") -> bool:
+        """Whether there is a file of this name; without a name, whether the folder is there."""
+        return bool(self.fs.exists(self.at(name) if name else self.root))
+
+    def names(self) -> list[str]:
+        """Return the names of the files and folders in this folder, none if it is not there."""
+        try:
+            return sorted(posixpath.basename(path.rstrip("/")) for path in self.fs.ls(self.root, detail=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def size(self, name: str) -> int:
+        """Return the number of bytes of a file."""
+        return os.stat(self.at(name)).st_size if self.is_local else int(self.fs.size(self.at(name)))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return a range of the bytes of a file."""
+        return bytes(self.fs.cat_file(self.at(name), start=start, end=stop))
+
+    def reader(self, name: str) -> OpenFile:
+        """Open a file for reads of ranges by several threads."""
+        return OpenFile(self, name)
+
+    def make(self) -> None:
+        """Make the folder, if it is not there."""
+        self.fs.makedirs(self.root, exist_ok=True)
+
+    def write(self, name: str, parts: Sequence[Buffer], progress: Callable[[int], None] = lambda count: None) -> None:
+        """Write a file that consists of `parts`, and wait until it is on the disk.
+
+        A local file of some size is written by several threads. `progress` is called with the bytes of each step.
+        """
+        path = self.at(name)
+        self.fs.makedirs(posixpath.dirname(path), exist_ok=True)
+        if not self.is_local:
+            with self.fs.open(path, "wb") as file:
+                for part in parts:
+                    file.write(part)
+                    progress(len(part))
+            return
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            _write_all(handle, parts, progress)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def sync(self) -> None:
+        """Wait until the names of the files in this folder, and of its own folders, are on the disk."""
+        if not self.is_local:
+            return
+        for path, _, _ in os.walk(self.root):
+            _sync_folder(path)
+
+    def rename(self, name: str) -> None:
+        """Give this folder another name in the same parent, and wait until that is on the disk; local only."""
+        os.rename(self.root, self.beside(name).root)
+        _sync_folder(posixpath.dirname(self.root) or ".")
+
+    def remove(self, name: str = "") -> None:
+        """Remove a file, or without a name the folder and all in it; nothing if it is not there."""
+        with suppress(FileNotFoundError):
+            self.fs.rm(self.at(name) if name else self.root, recursive=not name)
+
+
+class OpenFile:
+    """An open file; threads read ranges of it at the same time."""
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._handle = os.open(folder.at(name), os.O_RDONLY) if folder.is_local else -1
+
+    def read_into(self, view: memoryview, start: int) -> int:
+        """Fill `view` with the bytes of the file from `start` on; return their number, smaller at the file's end."""
+        if self._handle < 0:
+            data = self._folder.read(self._name, start, start + len(view))
+            view[: len(data)] = data
+            return len(data)
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._handle, [view[done : done + _STEP_BYTES]], start + done)
+            if not count:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def _write_all(handle: int, parts: Sequence[Buffer], progress: Callable[[int], None]) -> None:
+    steps: list[tuple[memoryview, int]] = []
+    end = 0
+    for part in parts:
+        view = memoryview(part)
+        steps += [(view[at : at + _STEP_BYTES], end + at) for at in range(0, len(view), _STEP_BYTES)]
+        end += len(view)
+
+    def write(step: tuple[memoryview, int]) -> None:
+        view, at = step
+        while view:
+            count = os.pwrite(handle, view, at)
+            progress(count)
+            view, at = view[count:], at + count
+
+    if end < 2 * _STEP_BYTES:
+        for step in steps:
+            write(step)
+    else:
+        with ThreadPoolExecutor(THREADS) as pool:
+            for _ in pool.map(write, steps):
+                pass
+
+
+def _sync_folder(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:  # some file systems have no fsync of folders
+        pass
+    finally:
+        os.close(handle)
+
+
+def bytes_view(tensor: Any) -> memoryview:
+    """Return the memory of a contiguous CPU tensor as bytes; the tensor has to outlive it."""
+    count = tensor.numel() * tensor.element_size()
+    if not count:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * count).from_address(tensor.data_ptr())).cast("B")
