@@ -60,6 +60,15 @@ class Contents:
     own_items: dict[str, Item] = attrs.field(factory=dict)
     own_values: dict[str, Any] = attrs.field(factory=dict)
 
+    def by_section(self) -> dict[str, list[Item]]:
+        """Return the tensors of each model and each optimizer."""
+        found: dict[str, list[Item]] = {}
+        for item in self.items.values():
+            section = item.name.partition("/")[0]
+            if section.startswith(("model", "optimizer")):
+                found.setdefault(section, []).append(item)
+        return found
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype: ``float32``."""

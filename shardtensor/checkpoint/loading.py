@@ -12,7 +12,8 @@ import attrs
 import torch
 from torch import nn, optim
 
-from shardtensor.checkpoint.contents import fault_of, models_of, sections
+from shardtensor.checkpoint.checksums import fingerprints
+from shardtensor.checkpoint.contents import collect, fault_of, models_of, sections
 from shardtensor.checkpoint.decoding import decoded, dtype_named, replaced, stored_in
 from shardtensor.checkpoint.optimizer_targets import optimizer_targets
 from shardtensor.checkpoint.progress import ByteProgress
@@ -90,6 +91,7 @@ def load(
     agree_or_raise(group, call, facts, fault)
     assert loading is not None
     found = loading.run(call)
+    loading.compare(model, optimizer)
     if extra is not None and isinstance(found, Mapping):
         extra.update(found)
     return found
@@ -192,6 +194,31 @@ class _Loading:
         if self.skipped and shown:
             warnings.warn(f"{call}: left as they are: {', '.join(self.skipped[:8])}", stacklevel=4)
         return self.extra()
+
+    def compare(self, model: Any, optimizer: Any) -> None:
+        """Compare the fingerprints of what was loaded whole with those in the checkpoint. All ranks call it.
+
+        Raises:
+            CheckpointError: the values are not those that were saved, though every block of the files was right.
+        """
+        manifest = self.stored.manifest
+        if not manifest.fingerprint or self.cast or self.skipped:
+            return
+        loaded = collect(self.group, model=model, optimizer=optimizer, rng=False).by_section()
+        names: dict[str, set[str]] = {}
+        for name in manifest.tensors:
+            names.setdefault(name.partition("/")[0], set()).add(name)
+        loaded = {
+            section: items for section, items in loaded.items() if {item.name for item in items} == names.get(section)
+        }
+        found = fingerprints(loaded, self.group)
+        differing = [section for section, text in found.items() if manifest.fingerprint.get(section, text) != text]
+        if differing:
+            raise CheckpointError(
+                f'the values of "{differing[0]}" are not those that were saved; they have been loaded',
+                {"fingerprint": found[differing[0]], "saved": manifest.fingerprint[differing[0]]},
+                "do not train on; report this as an error of the library, with the layouts of both runs",
+            )
 
 
 def _load_into(stateful: Any, value: Callable[[], Any]) -> None:

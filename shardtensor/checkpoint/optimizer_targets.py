@@ -77,8 +77,13 @@ def optimizer_targets(
         filled[name] = {key: replaced(value, make) for key, value in values.items()}
 
     def load_state() -> None:
-        named = {"state": filled, "param_groups": groups}
-        optimizer.load_state_dict(named if module is None else optim_state_dict_to_load(module, optimizer, named))
+        state_dict = {"state": filled, "param_groups": groups}
+        if module is not None:
+            state_dict = optim_state_dict_to_load(module, optimizer, state_dict, copies=False)
+        if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
+            optimizer.load_state_dict(state_dict, copies=False)
+        else:
+            optimizer.load_state_dict(state_dict)
 
     return targets, load_state
 

@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 from xxhash import xxh3_64_hexdigest
 
+from shardtensor.checkpoint.checksums import fingerprints
 from shardtensor.checkpoint.contents import Contents, collect, fault_of
 from shardtensor.checkpoint.exchange import to_owners
 from shardtensor.checkpoint.files import files_and_records, plan_files
@@ -32,6 +33,7 @@ from shardtensor.errors import CheckpointError
 from shardtensor.version import __version__
 
 LAYOUTS = ("whole", "as is")
+_FINGERPRINT_BYTES = 256 << 20
 
 
 def save(
@@ -46,6 +48,7 @@ def save(
     rng: bool = True,
     layout: str = "whole",
     keep_last: int | None = None,
+    fingerprint: bool | None = None,
     process_group: Any = None,
 ) -> None:
     """Save a training run, or a model, into a folder. All ranks of the group call it.
@@ -73,6 +76,8 @@ def save(
         layout: ``"whole"``, or ``"as is"``: each rank writes the parts of the model that it holds, and nothing is sent.
         keep_last: remove older checkpoints in the same parent folder whose names differ from `path` only in numbers, so
             that so many are left.
+        fingerprint: save the `fingerprint` of each model and optimizer, which a load compares. By default unless there
+            are more than 256 MiB on the CPU, where it takes about as long as the writing.
         process_group: the ranks that save, by default all.
 
     Raises:
@@ -90,7 +95,8 @@ def save(
     wait_for_save()
     group = as_group(process_group)
     arguments = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": dataloader}
-    job = _prepare(path, group, arguments, extra=extra, step=step, rng=rng, layout=layout, keep_last=keep_last)
+    options = {"extra": extra, "step": step, "rng": rng, "layout": layout, "keep_last": keep_last}
+    job = _prepare(path, group, arguments, **options, fingerprint=fingerprint)
     files, copied = _memory.copies(job.files, of_all=False)
     copied()
     job.finish(group, files)
@@ -116,7 +122,7 @@ def async_save(path: str | os.PathLike[str], **arguments: Any) -> Saving:
         >>> saving.wait()
     """
     wait_for_save()
-    options = {"extra": None, "step": None, "rng": True, "layout": "whole", "keep_last": None} | arguments
+    options = {"extra": None, "step": None, "rng": True, "layout": "whole"} | arguments
     group = as_group(options.pop("process_group", None))
     objects = {name: options.pop(name, None) for name in ("model", "optimizer", "scheduler", "dataloader")}
     job = _prepare(path, group, objects, **options)
@@ -268,7 +274,8 @@ def _prepare(
     step: int | None,
     rng: bool,
     layout: str,
-    keep_last: int | None,
+    keep_last: int | None = None,
+    fingerprint: bool | None = None,
 ) -> _Job:
     """Read the values to save, compare them between ranks, exchange whole tensors, and make the folder."""
     call = f'save("{os.fspath(path)}")'
@@ -280,7 +287,9 @@ def _prepare(
         made = collect(group, **arguments, extra=extra, rng=rng)
     except Exception as error:  # fsspec raises any; an error on one rank must reach the others
         fault = fault_of(error)
+    is_printed = _wants_fingerprint(made, fingerprint)
     options = {"path": os.fspath(path), "layout": layout, "step": str(step), "keep_last": str(keep_last)}
+    options["fingerprint"] = str(is_printed)
     agree_or_raise(group, call, options | _outline(made), fault)
     assert folder is not None
     job = _Job(folder, [], Manifest(), _config_text(arguments["model"]), keep_last)
@@ -297,8 +306,16 @@ def _prepare(
         tensors=records,
         aliases=made.aliases,
         values=made.values,
+        fingerprint=fingerprints(made.by_section(), group) if is_printed else {},
     )
     return job
+
+
+def _wants_fingerprint(made: Contents, requested: bool | None) -> bool:
+    if requested is not None:
+        return requested
+    on_cpu = sum(item.whole_bytes for item in made.items.values() if not item.local.is_cuda)
+    return on_cpu <= _FINGERPRINT_BYTES
 
 
 def _check_options(layout: str, keep_last: int | None, step: int | None) -> None:

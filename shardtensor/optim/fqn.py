@@ -78,6 +78,8 @@ def optim_state_dict_to_load(
     optimizer: optim.Optimizer,
     state: Mapping[str, Any],
     is_named_optimizer: bool = False,
+    *,
+    copies: bool = True,
 ) -> dict[str, Any]:
     """Return the argument for ``optimizer.load_state_dict``, from the result of `optim_state_dict` of any model copy.
 
@@ -90,6 +92,7 @@ def optim_state_dict_to_load(
         state: by name; its tensors full or sharded with any layouts.
         is_named_optimizer: key the result by name rather than by torch's numbers. The keys for a `ShardedOptimizer` or
             a `ZeroRedundancyOptimizer` are always the names with which it was made.
+        copies: False if `state` is not used any more: its tensors are then returned where they need no change.
 
     Returns:
         a state dict whose tensors have the layouts of the parameters, and share no memory with `state`.
@@ -133,7 +136,9 @@ def optim_state_dict_to_load(
         for name in members:
             if name in found:
                 values = found.pop(name)
-                taken[keys[name]] = {key: copied_value(x, records[name], key, new) for key, x in values.items()}
+                taken[keys[name]] = {
+                    key: copied_value(x, records[name], key, new, copies=copies) for key, x in values.items()
+                }
         kept = {key: group[key] for key in ("param_names",) if key in group}
         groups.append({**new, **kept, "params": [keys[name] for name in members]})
     return {"state": taken | found, "param_groups": groups}

@@ -276,7 +276,7 @@ class ShardedOptimizer(optim.Optimizer):
         return state_dict
 
     @torch._disable_dynamo
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, copies: bool = True) -> None:
         """Load state and hyperparameters, matched by parameter name; the order of groups and names does not matter.
 
         All ranks of the parameters' group call it; it sends only state that has another layout.
@@ -284,6 +284,8 @@ class ShardedOptimizer(optim.Optimizer):
         Args:
             state_dict: of any ShardedOptimizer or torch optimizer: state tensors may be sharded or full. If it is keyed
                 by number, it is matched by its ``param_names``, or by position without them.
+            copies: False if the state dict is not used any more: the optimizer then keeps its tensors where their
+                layout, dtype and device are right, as torch's optimizers do.
 
         Raises:
             LayoutError: (a ValueError) names are missing or unknown, shapes differ, or one group's parameters were
@@ -297,11 +299,11 @@ class ShardedOptimizer(optim.Optimizer):
         shapes = {name: tuple(param.shape) for name, param in self.named_params.items()} if self._on_leaves else None
         state, options, fault = saved.match_and_check(loaded, own, self._aliases, shapes)
         agree_in_groups(record_groups(self._records), "load_state_dict", {"state": saved.outline(state)}, fault)
-        self._load(state, options)
+        self._load(state, options, copies)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _load(self, state: dict[Any, Any], options: list[dict[str, Any]]) -> None:
+    def _load(self, state: dict[Any, Any], options: list[dict[str, Any]], copies: bool) -> None:
         for group, new in zip(self.param_groups, options, strict=True):
             group.update(new)
         inner = self._inner
@@ -315,7 +317,9 @@ class ShardedOptimizer(optim.Optimizer):
                         continue
                     values = state.pop(record.name)
                     key, convert = (record.leaf, local_value) if self._on_leaves else (param, copied_value)
-                    taken[key] = {name: convert(value, record, name, group) for name, value in values.items()}
+                    taken[key] = {
+                        name: convert(value, record, name, group, copies=copies) for name, value in values.items()
+                    }
         inner.state.clear()
         inner.state.update(taken)
         inner.state.update(state)

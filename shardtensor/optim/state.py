@@ -29,10 +29,11 @@ def sharded_value(value: Any, record: ParamRecord) -> Any:
 
 
 @torch.no_grad()
-def local_value(value: Any, record: ParamRecord, key: str, options: Mapping[str, Any]) -> Any:
-    """Convert a value of a parameter's state to its leaf's state: a copy with the leaf's layout, device and dtype.
+def local_value(value: Any, record: ParamRecord, key: str, options: Mapping[str, Any], *, copies: bool = True) -> Any:
+    """Convert a value of a parameter's state to its leaf's state, with the leaf's layout, device and dtype.
 
-    Collective if `value` is a ShardedTensor with another layout. `options` are those of the parameter's group.
+    It is a copy; without `copies`, the value itself if it has these already. Collective if `value` is a ShardedTensor
+    with another layout. `options` are those of the parameter's group.
     """
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
@@ -45,7 +46,11 @@ def local_value(value: Any, record: ParamRecord, key: str, options: Mapping[str,
     elif isinstance(value, ShardedTensor):
         value = value.full_tensor()
     dtype = leaf.dtype if leaf.is_floating_point() or leaf.is_complex() else value.dtype
-    return torch.empty_like(leaf, dtype=dtype, requires_grad=False).copy_(value.detach())
+    value = value.detach()
+    is_right = (value.dtype, value.device, value.shape) == (dtype, leaf.device, leaf.shape)
+    if not copies and is_right and value.stride() == leaf.stride():
+        return value
+    return torch.empty_like(leaf, dtype=dtype, requires_grad=False).copy_(value)
 
 
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -109,10 +114,11 @@ def _new_place(value: torch.Tensor, record: ParamRecord, was: ParamRecord) -> tu
     return replicated(value._layout.shape, record.group.ranks), record.group
 
 
-def copied_value(value: Any, record: ParamRecord, key: str, options: Mapping[str, Any]) -> Any:
-    """Return a copy of a loaded value for an optimizer that steps ShardedTensors, in the parameter's layout."""
+def copied_value(value: Any, record: ParamRecord, key: str, options: Mapping[str, Any], *, copies: bool = True) -> Any:
+    """Return a loaded value for an optimizer that steps ShardedTensors, in the parameter's layout: a copy, or without
+    `copies` the value itself if it is on the parameter's device."""
     if isinstance(value, list | tuple | dict):
-        return mapped(value, lambda item, own: copied_value(item, record, own, options), key)
+        return mapped(value, lambda item, own: copied_value(item, record, own, options, copies=copies), key)
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     if is_scalar(value, record, key):
@@ -120,12 +126,12 @@ def copied_value(value: Any, record: ParamRecord, key: str, options: Mapping[str
     if record.layout is not None and value.shape == record.param.shape:
         assert record.group is not None
         local = local_as(value, record.layout, record.group)
-        return wrap(local.detach().to(record.device, copy=True), record.layout, None, record.group)
+        return wrap(local.detach().to(record.device, copy=copies), record.layout, None, record.group)
     if isinstance(value, ShardedTensor):
         if value._group is record.group:
             return wrap(value._local.detach().clone(), value._layout, None, value._group)
         value = value.full_tensor()
-    return value.detach().to(record.device, copy=True)
+    return value.detach().to(record.device, copy=copies)
 
 
 def mapped(value: Any, function: Callable[[Any, str], Any], key: str = "") -> Any:

@@ -209,7 +209,9 @@ class PartitionedState:
     # -- to the parts of all ranks ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def load(self, optimizer: optim.Optimizer, state: State, groups: Sequence[Mapping[str, Any]]) -> None:
+    def load(
+        self, optimizer: optim.Optimizer, state: State, groups: Sequence[Mapping[str, Any]], *, copies: bool = True
+    ) -> None:
         """Replace an optimizer's state by this rank's part of `state`; collective if it has sharded tensors."""
         taken: dict[Any, Any] = {}
         for group in groups:
@@ -217,7 +219,7 @@ class PartitionedState:
                 record = self.records[id(param)]
                 values = state.pop(record.name, None)
                 if values is not None:
-                    own = {key: self._part(value, record, key, group) for key, value in values.items()}
+                    own = {key: self._part(value, record, key, group, copies) for key, value in values.items()}
                     if self._places[id(record.param)].is_held:
                         taken[record.leaf] = own
         optimizer.state.clear()
@@ -225,10 +227,10 @@ class PartitionedState:
         optimizer.state.update(taken)
         optimizer.__setstate__({})  # some classes convert old states there
 
-    def _part(self, value: Any, record: ParamRecord, key: str, options: Mapping[str, Any]) -> Any:
+    def _part(self, value: Any, record: ParamRecord, key: str, options: Mapping[str, Any], copies: bool) -> Any:
         """Return this rank's part of a loaded value of a parameter's state."""
         if isinstance(value, list | tuple | dict):
-            return mapped(value, lambda item, own: self._part(item, record, own, options), key)
+            return mapped(value, lambda item, own: self._part(item, record, own, options, copies), key)
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         leaf = record.leaf
@@ -243,7 +245,7 @@ class PartitionedState:
         if record.layout is not None and record.layout.packed:
             value = value.reshape(leaf.shape)
         dtype = leaf.dtype if leaf.is_floating_point() or leaf.is_complex() else value.dtype
-        return value.detach().to(record.device, dtype, copy=True)
+        return value.detach().to(record.device, dtype, copy=copies)
 
 
 def _outlined(value: torch.Tensor) -> Any:

@@ -98,12 +98,13 @@ class StateDicts(optim.Optimizer):
         named = {renamed[name]: values for name, values in state.items()}
         return {"state": named, "param_groups": saved.groups_by_name(self, names)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, copies: bool = True) -> None:
         """Load this rank's part of a state dict. All ranks call it.
 
         Args:
             state_dict: of this class or another optimizer, for any number of ranks: keyed by number, or by name if the
                 parameters have names; its tensors full or sharded. It is not changed.
+            copies: False if it is not used any more: tensors that need no change are then kept, not copied.
 
         Raises:
             LayoutError: (a ValueError) the state dict is of other parameters or shapes; nothing has been loaded.
@@ -111,14 +112,14 @@ class StateDicts(optim.Optimizer):
         loaded: dict[str, Any] = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
-        load_part(self, loaded)
+        load_part(self, loaded, copies=copies)
         self.state.is_anywhere = bool(loaded["state"])
         self._consolidated, self._is_consolidated = None, False
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
 
-def load_part(optimizer: StateDicts, state_dict: Mapping[str, Any]) -> None:
+def load_part(optimizer: StateDicts, state_dict: Mapping[str, Any], *, copies: bool = True) -> None:
     """Load this rank's part of a state dict, and the hyperparameters. All ranks call it.
 
     Raises:
@@ -142,6 +143,7 @@ def load_part(optimizer: StateDicts, state_dict: Mapping[str, Any]) -> None:
         optimizer.optim,
         state,
         [{**new, "params": group["params"]} for group, new in zip(optimizer.param_groups, options, strict=True)],
+        copies=copies,
     )
     for group, new in zip(optimizer.param_groups, options, strict=True):
         group.update(new)

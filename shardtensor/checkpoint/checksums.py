@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardtensor.checkpoint.contents import Item, collect, item_of
 from shardtensor.comm.group import Group
-from shardtensor.errors import RuleError
-from shardtensor.layout.box import Box, whole
-from shardtensor.layout.holders import holders
-from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.comm.process_group import as_group
+from shardtensor.layout.box import Box
 
 _LANES = 2
 _BASE = 1024  # the number of weights of a table
@@ -32,68 +32,74 @@ _CHUNK_ELSEWHERE = 1 << 21
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@torch.no_grad()
-def fingerprint_of(tensors: Mapping[str, Tensor], group: Group, key: str = "") -> str:
-    """Return the checksum of named tensors, 128 bits as hex text, the same on all ranks of `group`; all call this.
+def fingerprint(model: Any = None, optimizer: Any = None, *, key: str = "", process_group: Any = None) -> str:
+    """Return a checksum of the tensors of a model and of an optimizer's state, equal under every layout.
 
-    One all-reduce of two numbers is sent. No tensor is gathered, and no more than a few million elements are copied.
+    It is 128 bits as hex text. It does not depend on how the tensors are sharded, on the number of ranks, on the
+    order of names or on the device; a change of one bit, a name, a shape or a dtype changes it. All ranks of the group call
+    it: one all-reduce of two numbers is sent. No tensor is gathered, and no more than a few million elements are copied.
 
     Args:
-        tensors: sharded ones, each passed at least by the ranks of its layout, and plain ones, equal on all ranks.
-        group: the ranks that hold the tensors.
+        model, optimizer: as for `save`.
         key: with another key the checksum of the same tensors is another one.
+        process_group: the ranks that hold the tensors, by default all.
 
     Raises:
-        RuleError: a tensor is partial.
+        CheckpointError: a tensor is partial, or of a kind that a checkpoint does not hold.
+
+    Example:
+        >>> import torch, shardtensor as st
+        >>> model = torch.nn.Linear(4, 2)
+        >>> before = st.fingerprint(model)
+        >>> st.shard_parameter(model, "weight", "[tp, -]")
+        >>> st.fingerprint(model) == before
+        True
     """
-    _refuse_partials(tensors)
-    totals = [0] * _LANES
-    found: dict[torch.device, list[tuple[list[int], Tensor]]] = {}
-    for name, tensor in tensors.items():
-        about = repr((key, name, str(tensor.dtype), tuple(tensor.shape)))
-        digest = hashlib.blake2b(about.encode(), digest_size=16 * _LANES).digest()
-        numbers: tuple[int, ...] = struct.unpack(f"<{2 * _LANES}Q", digest)
-        if _is_first(tensor, group):  # so that names of tensors without elements count, too
-            totals = [total + number for total, number in zip(totals, numbers[_LANES:], strict=True)]
-        factors = [number | 1 for number in numbers[:_LANES]]
-        for part, box in _parts(tensor, group):
-            found.setdefault(part.device, []).append((factors, _sum(part, box)))
-    for pairs in found.values():
-        sums = torch.stack([each for _, each in pairs]).tolist()  # waits for the device once
-        for (factors, _), each in zip(pairs, sums, strict=True):
-            totals = [total + factor * value for total, factor, value in zip(totals, factors, each, strict=True)]
+    group = as_group(process_group)
+    made = collect(group, model=model, optimizer=optimizer, rng=False)
+    return fingerprints({"": made.items.values()}, group, key)[""]
+
+
+def fingerprint_of(tensors: Mapping[str, Tensor], group: Group, key: str = "") -> str:
+    """Return the `fingerprint` of named tensors: sharded ones, each passed at least by the ranks of its layout, and
+    plain ones, equal on all ranks."""
+    return fingerprints({"": [item_of(name, tensor, group) for name, tensor in tensors.items()]}, group, key)[""]
+
+
+@torch.no_grad()
+def fingerprints(sections: Mapping[str, Iterable[Item]], group: Group, key: str = "") -> dict[str, str]:
+    """Return the checksum of the tensors of each section, the same on all ranks of `group`; all call this."""
+    totals = [0] * (_LANES * len(sections))
+    found: dict[torch.device, list[tuple[int, list[int], Tensor]]] = {}
+    for place, items in enumerate(sections.values()):
+        for item in items:
+            about = repr((key, item.name, str(item.local.dtype), item.shape))
+            digest = hashlib.blake2b(about.encode(), digest_size=16 * _LANES).digest()
+            numbers: tuple[int, ...] = struct.unpack(f"<{2 * _LANES}Q", digest)
+            if group.rank == item.layout.ranks[0]:  # so that names of tensors without elements count, too
+                for lane, number in enumerate(numbers[_LANES:]):
+                    totals[_LANES * place + lane] += number
+            factors = [number | 1 for number in numbers[:_LANES]]
+            for part, box in _parts(item, group.rank):
+                found.setdefault(part.device, []).append((place, factors, _sum(part, box)))
+    for each in found.values():
+        sums = torch.stack([lanes for _, _, lanes in each]).tolist()  # waits for the device once
+        for (place, factors, _), lanes in zip(each, sums, strict=True):
+            for lane, (factor, value) in enumerate(zip(factors, lanes, strict=True)):
+                totals[_LANES * place + lane] += factor * value
     signed = [(total + 2**63) % 2**64 - 2**63 for total in totals]
-    total = group.all_reduce(torch.tensor(signed, dtype=torch.int64)).tolist()
-    return "".join(f"{value % 2**64:016x}" for value in total)
+    reduced = [value % 2**64 for value in group.all_reduce(torch.tensor(signed, dtype=torch.int64)).tolist()]
+    texts = ["".join(f"{value:016x}" for value in reduced[i : i + _LANES]) for i in range(0, len(reduced), _LANES)]
+    return dict(zip(sections, texts, strict=True))
 
 
-def _refuse_partials(tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if isinstance(tensor, ShardedTensor) and tensor._layout.partial:
-            raise RuleError(
-                "a fingerprint takes no tensor that is still to be reduced",
-                {"tensor": name, "spec": str(tensor.sharding_spec())},
-                "reduce it first: st.reshard(tensor, spec) with a spec that is not partial",
-            )
-
-
-def _is_first(tensor: Tensor, group: Group) -> bool:
-    """Whether this rank is the one that counts what a tensor has once, not for each element."""
-    return group.rank == tensor._layout.ranks[0] if isinstance(tensor, ShardedTensor) else group.index == 0
-
-
-def _parts(tensor: Tensor, group: Group) -> Iterator[tuple[Tensor, Box]]:
+def _parts(item: Item, rank: int) -> Iterator[tuple[Tensor, Box]]:
     """Yield the boxes that this rank counts, with their elements."""
-    if not isinstance(tensor, ShardedTensor):
-        if group.index == 0 and tensor.numel():
-            yield tensor.detach(), whole(tuple(tensor.shape))
-        return
-    layout, rank, local = tensor._layout, tensor._group.rank, tensor._local.detach()
-    is_counted = layout.holds_first_copy(rank) if layout.shape else rank in holders(layout, whole(()))
-    if is_counted:
+    layout = item.layout
+    if layout.holds_first_copy(rank):
         for box, place in zip(layout.boxes(rank), layout.local_boxes(rank), strict=True):
             if box.numel:
-                part = local[place.slices]
+                part = item.local[place.slices]
                 yield (part.view(box.sizes) if layout.packed else part), box
 
 
