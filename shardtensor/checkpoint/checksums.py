@@ -36,8 +36,8 @@ def fingerprint(model: Any = None, optimizer: Any = None, *, key: str = "", proc
     """Return a checksum of the tensors of a model and of an optimizer's state, equal under every layout.
 
     It is 128 bits as hex text. It does not depend on how the tensors are sharded, on the number of ranks, on the
-    order of names or on the device; a change of one bit, a name, a shape or a dtype changes it. All ranks of the group call
-    it: one all-reduce of two numbers is sent. No tensor is gathered, and no more than a few million elements are copied.
+    order of names or on the device; a change of one bit, a name, a shape or a dtype changes it. All ranks of the group
+    call it: one all-reduce of two numbers is sent. No tensor is gathered; at most a few million elements are copied.
 
     Args:
         model, optimizer: as for `save`.

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardtensor.checkpoint.files import Written
+from shardtensor.checkpoint.contents import Item
+from shardtensor.checkpoint.files import Written, is_whole
 from shardtensor.checkpoint.reads import Place, box_places
 from shardtensor.comm.group import Group
 from shardtensor.layout.box import whole
@@ -18,44 +19,42 @@ ROUND_BYTES = 256 << 20
 
 
 def to_owners(planned: Sequence[Written], group: Group) -> dict[str, torch.Tensor]:
-    """Return the whole tensors that this rank owns, on the CPU. All ranks of `group` call it, with tensors of the same
-    names in one order."""
+    """Return the tensors that this rank writes whole and does not hold whole, on the CPU.
+
+    All ranks of `group` call it, with tensors of the same names in one order.
+    """
     made: dict[str, torch.Tensor] = {}
-    for batch in _rounds(planned):
+    sent = [each for each in planned if each.file and not is_whole(each.item.layout, group.ranks[each.owner])]
+    for batch in _rounds(sent):
         sends: list[list[torch.Tensor]] = [[] for _ in range(group.size)]
-        receives: list[list[tuple[int, int]]] = [[] for _ in range(group.size)]  # (number of the tensor, bytes)
-        for i in batch:
-            item, owner, copy = planned[i].item, planned[i].owner, planned[i].copy
-            layout = item.layout
-            if layout.is_replicated and group.ranks[owner] in layout.ranks:
-                if owner == group.index:
-                    made[item.name] = item.local.contiguous().cpu().view(item.shape)
-                continue
-            if replica_of(layout, group.rank) == copy and item.local.numel():
-                sends[owner].append(_as_bytes(item.local))
-            if owner == group.index:
+        receives: list[list[tuple[Item, int]]] = [[] for _ in range(group.size)]  # and how many bytes of it
+        for each in batch:
+            item = each.item
+            if replica_of(item.layout, group.rank) == each.copy and item.local.numel():
+                sends[each.owner].append(_as_bytes(item.local))
+            if each.owner == group.index:
                 made[item.name] = torch.empty(item.shape, dtype=item.local.dtype)
-                for rank in holders(layout, whole(item.shape), copy):
-                    count = layout.numel(rank) * item.local.element_size()
-                    receives[group.ranks.index(rank)].append((i, count))
+                for rank in holders(item.layout, whole(item.shape), each.copy):
+                    count = item.layout.numel(rank) * item.local.element_size()
+                    receives[group.ranks.index(rank)].append((item, count))
         counts = [sum(part.numel() for part in parts) for parts in sends], [sum(n for _, n in got) for got in receives]
         flat = _joined([part for parts in sends for part in parts], group)
         received = group.all_to_all(flat, *counts).cpu()
         at = 0
         for rank, got in zip(group.ranks, receives, strict=True):
-            for i, count in got:
-                put(received[at : at + count], planned[i].item.layout, rank, made[planned[i].item.name])
+            for item, count in got:
+                put(received[at : at + count], item.layout, rank, made[item.name])
                 at += count
     return made
 
 
-def _rounds(planned: Sequence[Written]) -> list[list[int]]:
-    """Return the numbers of the tensors of each all-to-all: no owner gets much more than `ROUND_BYTES` in one."""
-    rounds: dict[int, list[int]] = {}
+def _rounds(planned: Sequence[Written]) -> list[list[Written]]:
+    """Return the tensors of each all-to-all, so that no owner gets much more than `ROUND_BYTES` in one."""
+    rounds: dict[int, list[Written]] = {}
     loads: dict[int, int] = {}
-    for i, each in enumerate(planned):
+    for each in planned:
         before = loads.get(each.owner, 0)
-        rounds.setdefault(before // ROUND_BYTES, []).append(i)
+        rounds.setdefault(before // ROUND_BYTES, []).append(each)
         loads[each.owner] = before + each.item.whole_bytes
     return [rounds[i] for i in sorted(rounds)]
 

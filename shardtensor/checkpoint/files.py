@@ -11,6 +11,7 @@ from shardtensor.checkpoint.contents import Contents, Item
 from shardtensor.checkpoint.manifest import TensorRecord, describe, rank_file
 from shardtensor.checkpoint.writing import FilePart, NewFile, own_metadata
 from shardtensor.comm.group import Group
+from shardtensor.layout.box import whole
 from shardtensor.layout.holders import replica_count, replica_of
 from shardtensor.layout.layout import Layout
 from shardtensor.layout.partition import assign_owners
@@ -55,19 +56,37 @@ def plan_files(made: Contents, layout: str, world: int) -> list[Written]:
     return [by_name[item.name] for item in items]
 
 
+def is_whole(layout: Layout, rank: int) -> bool:
+    """Whether a rank holds all elements of a tensor, in their order."""
+    return layout.boxes(rank) == (whole(layout.shape),)
+
+
+def writes_its_part(each: Written, group: Group) -> bool:
+    """Whether this rank writes its local tensor as it is: its part, or all of a tensor that it holds whole."""
+    if each.file:
+        return each.owner == group.index and is_whole(each.item.layout, group.rank)
+    return replica_of(each.item.layout, group.rank) == each.copy
+
+
 def files_and_records(
-    made: Contents, planned: Sequence[Written], whole_tensors: Mapping[str, torch.Tensor], group: Group
+    made: Contents,
+    planned: Sequence[Written],
+    whole_tensors: Mapping[str, torch.Tensor],
+    copied: Mapping[str, Item],
+    group: Group,
 ) -> tuple[list[NewFile], dict[str, TensorRecord]]:
-    """Return the files that this rank writes, and where every tensor is."""
+    """Return the files that this rank writes, and where every tensor is. `copied` are items over copies in host memory,
+    by name, which are written in place of the others."""
     model_files: dict[str, list[FilePart]] = {}
     parts: list[FilePart] = []
     records: dict[str, TensorRecord] = {}
     for each in planned:
-        item = each.item
+        item = copied.get(each.item.name, each.item)
         if each.file:
             records[item.name] = TensorRecord(item.shape, item.dtype, file=each.file)
             if each.owner == group.index:
-                part = FilePart(each.key, item.dtype, item.shape, whole_tensors[item.name])
+                values = item.local if is_whole(item.layout, group.rank) else whole_tensors[item.name]
+                part = FilePart(each.key, item.dtype, item.shape, values.contiguous())
                 model_files.setdefault(each.file, []).append(part)
             continue
         layout, texts = describe(item.layout)
@@ -77,7 +96,7 @@ def files_and_records(
             values = item.local if is_same else _laid_out(item, layout, group.rank)
             if values.numel():
                 parts.append(FilePart(item.name, item.dtype, tuple(values.shape), values.contiguous()))
-    for item in made.own_items.values():
+    for item in (copied.get(name, own) for name, own in made.own_items.items()):
         parts.append(FilePart(item.name, item.dtype, item.shape, item.local.contiguous()))
     own = NewFile(rank_file(group.rank, max(group.ranks) + 1), parts, own_metadata(made.own_values))
     return [own, *(NewFile(name, each) for name, each in model_files.items())], records

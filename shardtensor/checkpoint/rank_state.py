@@ -65,7 +65,7 @@ def rank_targets(
             record = TensorRecord(entry.shape, DTYPES[entry.format], file=file)
             tensors[found.name] = torch.empty(entry.shape, dtype=dtype_named(record.dtype))
             layout = replicated(entry.shape, (group.rank,))
-            targets.append(ReadTarget(found.name, found.name, record, tensors[found.name], layout, group.rank))
+            targets.append(ReadTarget(found.name, found.name, record, tensors[found.name], layout, group.rank, True))
         loads.append((set_rng_state if loader is None else loader.load_state_dict, value, tensors))
 
     def load_states() -> None:

@@ -1,4 +1,8 @@
-"""Read bytes of files into tensors, by several threads: first all blocks are verified, then the values are copied."""
+"""Read bytes of files into tensors, by several threads, and verify their checksums before any value changes.
+
+Tensors that are new are verified while they are read. For tensors that hold values the blocks of their bytes are read
+and verified first; their values are read when every rank has found all blocks right.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 
 import attrs
 import torch
-from xxhash import xxh3_64, xxh3_64_hexdigest
+from xxhash import xxh3_64
 
 from shardtensor.checkpoint.decoding import dtype_named
 from shardtensor.checkpoint.exchange import region_view
@@ -28,19 +32,25 @@ from shardtensor.checkpoint.stored import Stored
 from shardtensor.checkpoint.targets import ReadTarget
 from shardtensor.errors import CheckpointError
 
+_PIECE_BYTES = 256 << 10  # stays in the cache of a core between the read and the checksum
+
 
 @attrs.define
 class Reading:
     """The reads of one load, and the local tensors that they fill.
 
     Attributes:
-        locals_: contiguous local tensors of the dtypes in the files.
+        first: reads into new tensors, each with the blocks that lie within it.
+        blocks: what is to be verified beside these.
+        second: reads into tensors that hold values.
+        locals_: contiguous local tensors of the dtypes in the files, one for each target.
         indirect: tensors that are not, each with the number of the local tensor that is copied into it.
     """
 
     targets: Sequence[ReadTarget]
-    reads: list[Read]
+    first: list[tuple[Read, list[SummedBlock]]]
     blocks: list[SummedBlock]
+    second: list[Read]
     locals_: list[torch.Tensor]
     indirect: list[tuple[torch.Tensor, int]]
 
@@ -53,25 +63,34 @@ class Reading:
         """
         world = stored.manifest.world
         stored.open_headers({name for t in targets for name in files_of(t.record, t.layout, t.rank, world)})
-        copies: list[tuple[str, Copy]] = []
+        copies: dict[bool, list[tuple[str, Copy]]] = {True: [], False: []}
         locals_: list[torch.Tensor] = []
         indirect: list[tuple[torch.Tensor, int]] = []
         for i, t in enumerate(targets):
-            copies += copies_of(t.name, t.key, i, t.record, t.layout, t.rank, world, stored.headers)
             local, dtype = t.local, dtype_named(t.record.dtype)
-            if not local.is_contiguous() or local.dtype != dtype:
+            is_direct = local.is_contiguous() and local.dtype == dtype
+            if not is_direct:
                 indirect.append((local, i))
                 local = local.new_empty(local.shape, dtype=dtype) if local.numel() else local
             locals_.append(local)
-        reads = reads_of(copies)
-        return cls(targets, reads, blocks_to_verify(reads, stored.headers), locals_, indirect)
+            found = copies_of(t.name, t.key, i, t.record, t.layout, t.rank, world, stored.headers)
+            copies[t.is_new or not is_direct] += found
+        first: list[tuple[Read, list[SummedBlock]]] = []
+        apart: dict[tuple[str, int], SummedBlock] = {}
+        second = reads_of(copies[False])
+        for read in reads_of(copies[True]):
+            blocks = blocks_to_verify(read, stored.headers[read.file])
+            inside = [block for block in blocks if read.start <= block.start and block.stop <= read.stop]
+            first.append((read, inside))
+            apart.update({(read.file, block.start): block for block in blocks if block not in inside})
+        for read in second:
+            apart.update({(read.file, b.start): b for b in blocks_to_verify(read, stored.headers[read.file])})
+        return cls(targets, first, list(apart.values()), second, locals_, indirect)
 
     @property
     def size_bytes(self) -> int:
-        return sum(read.stop - read.start for read in self.reads)
-
-
-_PIECE_BYTES = 256 << 10  # stays in the cache of a core between the read and the checksum
+        """The bytes that are copied into tensors."""
+        return sum(read.stop - read.start for read in (*self.second, *(each for each, _ in self.first)))
 
 
 class OpenFiles:
@@ -97,92 +116,104 @@ class OpenFiles:
 
 
 def verify(files: OpenFiles, reading: Reading, progress: Callable[[int], None]) -> None:
-    """Read the blocks of a load and compare their checksums; nothing is kept.
+    """Read values into new tensors, and verify the blocks of all.
 
     Raises:
         CheckpointError: a block is not what was saved; the error names its file and its tensor.
     """
+    fill_one = _filler(files, reading, progress)
+    scratch = threading.local()
 
-    def check(block: SummedBlock) -> None:
-        found = _checksum(files[block.file], block.start, block.stop)
-        progress(block.stop - block.start)
-        if found != block.checksum:
-            raise CheckpointError(
-                f'the file "{block.file}" is damaged: the values of "{block.tensor}" are not those that were saved',
-                {"bytes of the file": f"{block.start} to {block.stop}"},
-                "load an earlier checkpoint",
-            )
+    def verify_one(task: tuple[Read, list[SummedBlock]] | SummedBlock) -> None:
+        if not isinstance(task, SummedBlock):
+            fill_one(*task)
+            return
+        if not hasattr(scratch, "buffer"):
+            scratch.buffer = memoryview(bytearray(_PIECE_BYTES))
+        _read_block(files[task.file], scratch.buffer, task, is_kept=False)
 
-    _in_threads(check, reading.blocks)
-
-
-def _checksum(reader: OpenFile, start: int, stop: int) -> str:
-    if stop - start <= _PIECE_BYTES:
-        buffer = memoryview(bytearray(stop - start))
-        return xxh3_64_hexdigest(buffer[: reader.read_into(buffer, start)])
-    hasher, buffer = xxh3_64(), memoryview(bytearray(_PIECE_BYTES))
-    for at in range(start, stop, _PIECE_BYTES):
-        piece = buffer[: min(_PIECE_BYTES, stop - at)]
-        hasher.update(piece[: reader.read_into(piece, at)])
-    return hasher.hexdigest()
+    _in_threads(verify_one, [*reading.first, *reading.blocks])
 
 
-@torch.no_grad()
 def fill(files: OpenFiles, reading: Reading, progress: Callable[[int], None]) -> None:
-    """Read the values of a load into the tensors."""
-    locals_ = reading.locals_
-    for device in {local.device for local in locals_ if local.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()  # the threads have streams of their own
-    buffers = threading.local()
-
-    def run(read: Read) -> None:
-        local = locals_[read.copies[0].local]
-        if len(read.copies) == 1 and read.copies[0].is_one_run and not local.is_cuda:
-            at = read.copies[0].target.first * read.copies[0].item
-            _read(files[read.file], bytes_view(local)[at : at + read.stop - read.start], read)
-        else:
-            if not hasattr(buffers, "memory"):
-                buffers.memory = torch.empty(BUFFER_BYTES + 64, dtype=torch.uint8, pin_memory=local.is_cuda)
-            _through(buffers.memory, files[read.file], read, locals_)
-        progress(read.stop - read.start)
-
-    _in_threads(run, reading.reads)
-    for tensor, i in reading.indirect:
-        tensor.copy_(locals_[i])
+    """Read the values of tensors that held others."""
+    fill_one = _filler(files, reading, progress)
+    _in_threads(lambda read: fill_one(read, []), reading.second)
+    with torch.no_grad():
+        for tensor, i in reading.indirect:
+            tensor.copy_(reading.locals_[i])
     changed = [target.local for target in reading.targets if target.local.numel()]
     torch._C._increment_version(changed)  # autograd and `fully_shard` read versions
 
 
-def _through(buffer: torch.Tensor, reader: OpenFile, read: Read, locals_: Sequence[torch.Tensor]) -> None:
-    """Read into a buffer, and copy from it to the local tensors."""
-    if read.stop - read.start > buffer.numel():
-        buffer = torch.empty(read.stop - read.start, dtype=torch.uint8)
-    _read(reader, bytes_view(buffer)[: read.stop - read.start], read)
-    device = locals_[read.copies[0].local].device
-    if device.type != "cuda":
+def _filler(
+    files: OpenFiles, reading: Reading, progress: Callable[[int], None]
+) -> Callable[[Read, list[SummedBlock]], None]:
+    """Return a function that runs one read, for several threads, which each have a buffer."""
+    locals_ = reading.locals_
+    on_cuda = {local.device for local in locals_ if local.is_cuda}
+    for device in on_cuda:
+        torch.cuda.current_stream(device).synchronize()  # the threads have streams of their own
+    buffers = threading.local()
+
+    def fill_one(read: Read, blocks: list[SummedBlock]) -> None:
+        copy = read.copies[0]
+        local = locals_[copy.local]
+        size = read.stop - read.start
+        if len(read.copies) == 1 and copy.is_one_run and not local.is_cuda:
+            at = copy.target.first * copy.item
+            _read(files[read.file], bytes_view(local)[at : at + size], read, blocks)
+        else:
+            if getattr(buffers, "memory", torch.empty(0)).numel() < size:
+                buffers.memory = torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, pin_memory=bool(on_cuda))
+            _read(files[read.file], bytes_view(buffers.memory)[:size], read, blocks)
+            _copy_out(buffers.memory, read, locals_)
+        progress(size)
+
+    return fill_one
+
+
+def _read(file: OpenFile, view: memoryview, read: Read, blocks: Sequence[SummedBlock]) -> None:
+    """Read a range of bytes; verify the blocks in it, piece by piece while they are in the cache."""
+    at = read.start
+    for block in blocks:
+        file.read_exactly(view[at - read.start : block.start - read.start], at)
+        _read_block(file, view[block.start - read.start : block.stop - read.start], block, is_kept=True)
+        at = block.stop
+    file.read_exactly(view[at - read.start :], at)
+
+
+def _read_block(file: OpenFile, view: memoryview, block: SummedBlock, *, is_kept: bool) -> None:
+    """Read a block, into `view` or, if it is not kept, piece by piece into its beginning; raise if it is damaged."""
+    hasher = xxh3_64()
+    for at in range(block.start, block.stop, _PIECE_BYTES):
+        start = at - block.start if is_kept else 0
+        piece = view[start : start + min(_PIECE_BYTES, block.stop - at)]
+        file.read_exactly(piece, at)
+        hasher.update(piece)
+    if hasher.hexdigest() != block.checksum:
+        raise CheckpointError(
+            f'the file "{block.file}" is damaged: the values of "{block.tensor}" are not those that were saved',
+            {"bytes of the file": f"{block.start} to {block.stop}"},
+            "load an earlier checkpoint",
+        )
+
+
+def _copy_out(buffer: torch.Tensor, read: Read, locals_: Sequence[torch.Tensor]) -> None:
+    """Copy the values in a buffer to the local tensors."""
+    on_cuda = {locals_[copy.local].device for copy in read.copies if locals_[copy.local].is_cuda}
+    streams = [torch.cuda.Stream(device) for device in on_cuda]
+    with torch.no_grad(), torch.cuda.StreamContext(streams[0] if streams else None):
         for copy in read.copies:
-            _copy(buffer, read, copy, locals_[copy.local])
-        return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        for copy in read.copies:
-            _copy(buffer, read, copy, locals_[copy.local])
-    stream.synchronize()
-
-
-def _read(reader: OpenFile, view: memoryview, read: Read) -> None:
-    if reader.read_into(view, read.start) != len(view):
-        raise CheckpointError(f'the file "{read.file}" has become shorter while it was read')
-
-
-def _copy(buffer: torch.Tensor, read: Read, copy: Copy, local: torch.Tensor) -> None:
-    start, stop = copy.start - read.start, copy.stop - read.start
-    values = buffer[start:stop]
-    if values.storage_offset() % copy.item:  # tensors of other dtypes lie before it
-        values = values.clone()
-    values = values.view(local.dtype)
-    found = values.as_strided(copy.sizes, copy.source.strides, values.storage_offset())
-    region_view(local, copy.target, copy.sizes).copy_(found, non_blocking=True)
+            values = buffer[copy.start - read.start : copy.stop - read.start]
+            if values.storage_offset() % copy.item:  # tensors of other dtypes lie before it
+                values = values.clone()
+            local = locals_[copy.local]
+            values = values.view(local.dtype)
+            found = values.as_strided(copy.sizes, copy.source.strides, values.storage_offset())
+            region_view(local, copy.target, copy.sizes).copy_(found, non_blocking=True)
+    for stream in streams:
+        stream.synchronize()
 
 
 def _in_threads(function: Callable[[Any], None], tasks: Iterable[Any]) -> None:
@@ -192,8 +223,8 @@ def _in_threads(function: Callable[[Any], None], tasks: Iterable[Any]) -> None:
         for task in tasks:
             function(task)
         return
-    with torch.no_grad(), ThreadPoolExecutor(THREADS) as pool:
-        futures = [pool.submit(torch.no_grad()(function), task) for task in tasks]
+    with ThreadPoolExecutor(THREADS) as pool:
+        futures = [pool.submit(function, task) for task in tasks]
         try:
             for future in futures:
                 future.result()

@@ -7,7 +7,7 @@ A file holds whole tensors, or ranks' parts of them; a rank needs the elements o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from shardtensor.layout.box import Box, whole
 from shardtensor.layout.holders import holders
 from shardtensor.layout.layout import Layout
 
-BUFFER_BYTES = 16 << 20
+BUFFER_BYTES = 4 * BLOCK_BYTES
 """The most bytes that one read brings into memory."""
 _GAP_BYTES = 64 << 10  # bytes between two copies that are read rather than skipped
 _LONG_RUN_BYTES = 256 << 10  # runs of elements of this size are read one by one, and the bytes between them are not
@@ -181,20 +181,19 @@ def reads_of(copies: Iterable[tuple[str, Copy]]) -> list[Read]:
     return [*reads, Read(file, start, stop, tuple(batch))] if batch else reads
 
 
-def blocks_to_verify(reads: Sequence[Read], files: Mapping[str, TensorFile]) -> list[SummedBlock]:
-    """Return the blocks, with checksums, that contain the bytes of some reads."""
-    found: dict[tuple[str, str, int], SummedBlock] = {}
-    for read in reads:
-        for copy in read.copies:
-            entry = files[read.file].entries[copy.key]
-            if entry.sums is None:
-                continue
-            first, last = (copy.start - entry.start) // BLOCK_BYTES, (copy.stop - 1 - entry.start) // BLOCK_BYTES
-            for i in range(first, last + 1):
-                start = entry.start + i * BLOCK_BYTES
-                block = SummedBlock(read.file, start, min(start + BLOCK_BYTES, entry.stop), entry.sums[i], copy.tensor)
-                found.setdefault((read.file, copy.key, i), block)
-    return list(found.values())
+def blocks_to_verify(read: Read, file: TensorFile) -> list[SummedBlock]:
+    """Return the blocks, with checksums, that contain the bytes of a read, in their order."""
+    found: dict[int, SummedBlock] = {}
+    for copy in read.copies:
+        entry = file.entries[copy.key]
+        if entry.sums is None:
+            continue
+        first, last = (copy.start - entry.start) // BLOCK_BYTES, (copy.stop - 1 - entry.start) // BLOCK_BYTES
+        for i in range(first, last + 1):
+            start = entry.start + i * BLOCK_BYTES
+            stop = min(start + BLOCK_BYTES, entry.stop)
+            found[start] = SummedBlock(read.file, start, stop, entry.sums[i], copy.tensor)
+    return [found[start] for start in sorted(found)]
 
 
 def _source(record: TensorRecord) -> Layout | Shape:
@@ -251,10 +250,12 @@ def _within(part: Box, box: Box, place: Place) -> Place:
 
 def _cut(copy: Copy) -> Iterator[Copy]:
     """Yield the copy in parts that read at most a buffer; long runs of elements one by one."""
+    if copy.is_one_run:
+        yield from _cut_run(copy)
+        return
     run = copy.source.run(copy.sizes)
     is_sparse = run < math.prod(copy.sizes) and run * copy.item >= _LONG_RUN_BYTES
-    size = copy.stop - copy.start
-    if size <= BUFFER_BYTES and not is_sparse:
+    if copy.stop - copy.start <= BUFFER_BYTES and not is_sparse:
         yield copy
         return
     dim = next(d for d, length in enumerate(copy.sizes) if length > 1)
@@ -265,3 +266,16 @@ def _cut(copy: Copy) -> Iterator[Copy]:
         sizes = (*copy.sizes[:dim], min(step, length - at), *copy.sizes[dim + 1 :])
         part = copy._replace(sizes=sizes, source=copy.source.moved(dim, at), target=copy.target.moved(dim, at))
         yield from _cut(part)
+
+
+def _cut_run(copy: Copy) -> Iterator[Copy]:
+    """Yield a run of elements in parts that begin at every `BUFFER_BYTES` of the tensor, so that blocks stay whole."""
+    first, target = copy.source.first, copy.target.first
+    stop = first + math.prod(copy.sizes)
+    most = BUFFER_BYTES // copy.item
+    for start in (first, *range(first - first % most + most, stop, most)):
+        end = min(start - start % most + most, stop)
+        flat = (end - start,)
+        yield copy._replace(
+            sizes=flat, source=Place(start, flat, (0,)), target=Place(target + start - first, flat, (0,))
+        )

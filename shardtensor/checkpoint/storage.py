@@ -13,7 +13,9 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-THREADS = 4
+from shardtensor.errors import CheckpointError
+
+THREADS = 8 if (os.cpu_count() or 1) >= 16 else 4
 """How many files, or parts of one, a rank reads or writes at a time."""
 _STEP_BYTES = 8 << 20  # a call of the operating system; larger ones are not faster
 
@@ -53,8 +55,8 @@ class Folder:
 
     def _at(self, root: str) -> Folder:
         made = Folder.__new__(Folder)
-        made.path = made.root = root
-        made.fs, made.is_local = self.fs, self.is_local
+        made.root, made.fs, made.is_local = root, self.fs, self.is_local
+        made.path = root if self.is_local else str(self.fs.unstrip_protocol(root))
         return made
 
     def at(self, name: str) -> str:
@@ -108,6 +110,10 @@ class Folder:
         finally:
             os.close(handle)
 
+    def touch(self, name: str) -> None:
+        """Make an empty file, without waiting for the disk."""
+        self.fs.touch(self.at(name))
+
     def sync(self) -> None:
         """Wait until the names of the files in this folder, and of its own folders, are on the disk."""
         if not self.is_local:
@@ -133,19 +139,23 @@ class OpenFile:
         self._folder, self._name = folder, name
         self._handle = os.open(folder.at(name), os.O_RDONLY) if folder.is_local else -1
 
-    def read_into(self, view: memoryview, start: int) -> int:
-        """Fill `view` with the bytes of the file from `start` on; return their number, smaller at the file's end."""
-        if self._handle < 0:
-            data = self._folder.read(self._name, start, start + len(view))
-            view[: len(data)] = data
-            return len(data)
+    def read_exactly(self, view: memoryview, start: int) -> None:
+        """Fill `view` with the bytes of the file from `start` on.
+
+        Raises:
+            CheckpointError: the file ends before.
+        """
         done = 0
         while done < len(view):
-            count = os.preadv(self._handle, [view[done : done + _STEP_BYTES]], start + done)
+            if self._handle < 0:
+                data = self._folder.read(self._name, start + done, start + len(view))
+                count = len(data)
+                view[done : done + count] = data
+            else:
+                count = os.preadv(self._handle, [view[done : done + _STEP_BYTES]], start + done)
             if not count:
-                break
+                raise CheckpointError(f'the file "{self._name}" has become shorter while it was read')
             done += count
-        return done
 
     def close(self) -> None:
         """Close the file."""

@@ -29,7 +29,7 @@ _SHOWN = 8
 @attrs.frozen(eq=False)
 class ReadTarget:
     """A tensor to read: its name in the checkpoint and in a file, where it is, and this rank's local tensor, which has
-    the layout `layout` for the global rank `rank`."""
+    the layout `layout` for the global rank `rank`. If it `is_new`, nothing is lost when an error ends the load."""
 
     name: str
     key: str
@@ -37,9 +37,12 @@ class ReadTarget:
     local: torch.Tensor
     layout: Layout
     rank: int
+    is_new: bool
 
 
-def target_of(name: str, record: TensorRecord, tensor: torch.Tensor, group: Group) -> ReadTarget:
+def target_of(
+    name: str, record: TensorRecord, tensor: torch.Tensor, group: Group, *, is_new: bool = True
+) -> ReadTarget:
     """Return the target for a sharded or plain tensor that has memory."""
     key = key_in(record, name)
     if is_dtensor(tensor):
@@ -49,8 +52,10 @@ def target_of(name: str, record: TensorRecord, tensor: torch.Tensor, group: Grou
             raise CheckpointError(
                 f'tensor "{name}" is a partial sum: nothing can be loaded into it', fix="reduce it first: st.reshard"
             )
-        return ReadTarget(name, key, record, tensor._local.detach(), tensor._layout, tensor._group.rank)
-    return ReadTarget(name, key, record, tensor.detach(), replicated(tuple(tensor.shape), group.ranks), group.rank)
+        return ReadTarget(name, key, record, tensor._local.detach(), tensor._layout, tensor._group.rank, is_new)
+    return ReadTarget(
+        name, key, record, tensor.detach(), replicated(tuple(tensor.shape), group.ranks), group.rank, is_new
+    )
 
 
 @attrs.define
@@ -119,7 +124,8 @@ def model_targets(section: str, model: Any, stored: Stored, group: Group, *, str
     _check_dtypes({name: (records[other], tensors[name]) for name, other in found.items()}, cast)
     made, install = _with_memory(model, {name: tensors[name] for name in found}, group)
     targets = [
-        target_of(f"{section}/{found[name]}", records[found[name]], tensor, group) for name, tensor in made.items()
+        target_of(f"{section}/{found[name]}", records[found[name]], each, group, is_new=each is not tensors[name])
+        for name, each in made.items()
     ]
     return ModelTargets(targets, skipped, list(rest), install)
 

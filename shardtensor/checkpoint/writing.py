@@ -11,6 +11,7 @@ import attrs
 import torch
 from xxhash import xxh3_64_hexdigest
 
+from shardtensor.checkpoint.contents import Item
 from shardtensor.checkpoint.manifest import FileRecord
 from shardtensor.checkpoint.storage import THREADS, Folder, bytes_view
 from shardtensor.checkpoint.tensor_file import BLOCK_BYTES, make_header
@@ -76,33 +77,32 @@ class HostMemory:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copies(self, files: Sequence[NewFile], *, of_all: bool) -> tuple[list[NewFile], Callable[[], None]]:
-        """Start to copy the tensors of files; only those on GPUs unless `of_all`.
+    def copies(self, items: Sequence[Item], *, of_all: bool) -> tuple[dict[str, Item], Callable[[], None]]:
+        """Start to copy the local tensors of items; only those on GPUs unless `of_all`.
 
         Returns:
-            the files over the copies, and a function that waits for these. On a GPU the copies run in the current
-            stream, so a kernel that is launched later may write the tensors.
+            the items over the copies, by name, and a function that waits for these. On a GPU the copies run in the
+            current stream, so a kernel that is launched later may write the tensors.
         """
-        moved = [part for file in files for part in file.parts if of_all or part.values.is_cuda]
-        needed = sum(_padded(part.values) for part in moved)
-        on_cuda = any(part.values.is_cuda for part in moved)
+        moved = [item for item in items if of_all or item.local.is_cuda]
+        needed = sum(_padded(item.local) for item in moved)
+        on_cuda = any(item.local.is_cuda for item in moved)
         if self._memory.numel() < needed or (on_cuda and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # before the new memory is allocated
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=on_cuda)
         at = 0
-        made: dict[int, FilePart] = {}
-        for part in moved:
-            values = part.values
+        made: dict[str, Item] = {}
+        for item in moved:
+            values = item.local
             size = values.numel() * values.element_size()
             copy = self._memory[at : at + size].view(values.dtype).view(values.shape)
             copy.copy_(values, non_blocking=True)
-            made[id(part)] = attrs.evolve(part, values=copy)
+            made[item.name] = attrs.evolve(item, local=copy)
             at += _padded(values)
         done = torch.cuda.Event() if on_cuda else None
         if done is not None:
             done.record()
-        new = [attrs.evolve(file, parts=[made.get(id(part), part) for part in file.parts]) for file in files]
-        return new, (lambda: None) if done is None else done.synchronize
+        return made, (lambda: None) if done is None else done.synchronize
 
 
 def _padded(tensor: torch.Tensor) -> int:

