@@ -6,6 +6,7 @@ state; of a dict of models or optimizers, ``model.<key>/...``. Names do not depe
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from shardtensor.checkpoint.tensor_file import ITEM_BYTES
 from shardtensor.checkpoint.values import encode
 from shardtensor.comm.group import Group
 from shardtensor.errors import CheckpointError, ShardTensorError
+from shardtensor.fsdp.module import FSDPModule
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.optim.fqn import optim_state_dict, plain_name
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
@@ -102,6 +104,24 @@ def _unwrapped(module: Any) -> Any:
     """Return the user's module inside DistributedDataParallel and DataParallel, which put ``module.`` before names."""
     is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
     return module.module if is_wrapper else module
+
+
+def config_texts(models: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the configuration files of models of transformers, by name."""
+    library = sys.modules.get("transformers")
+    texts: dict[str, str] = {}
+    for section, model in models.items():
+        if library is None or not isinstance(model, library.PreTrainedModel):
+            continue
+        folder = f"{section.partition('.')[2]}/" if "." in section else ""
+        config = copy.deepcopy(model.config)
+        own = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+        config.architectures = [own.__name__]
+        config.dtype = next((param.dtype for param in model.parameters()), None)
+        texts[f"{folder}config.json"] = config.to_json_string()
+        if model.can_generate() and model.generation_config is not None:
+            texts[f"{folder}generation_config.json"] = model.generation_config.to_json_string()
+    return texts
 
 
 def state_tensors(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any]]:

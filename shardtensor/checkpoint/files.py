@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
 
 from shardtensor.checkpoint.contents import Contents, Item
-from shardtensor.checkpoint.manifest import TensorRecord, describe, rank_file
+from shardtensor.checkpoint.manifest import INDEX, TensorRecord, describe, rank_file
 from shardtensor.checkpoint.writing import FilePart, NewFile, own_metadata
 from shardtensor.comm.group import Group
 from shardtensor.layout.box import whole
@@ -54,6 +55,28 @@ def plan_files(made: Contents, layout: str, world: int) -> list[Written]:
             file, key = f"{folder}model{number}.safetensors", item.name.partition("/")[2]
             by_name[item.name] = attrs.evolve(by_name[item.name], owner=owner, file=file, key=key)
     return [by_name[item.name] for item in items]
+
+
+def index_texts(planned: Sequence[Written]) -> dict[str, str]:
+    """Return the text of the index of each model that is in several files, by its name; transformers looks for it."""
+    by_folder: dict[str, list[Written]] = {}
+    for each in planned:
+        if each.file:
+            by_folder.setdefault(each.file.rpartition("model")[0], []).append(each)
+    return {
+        f"{folder}{INDEX}": index_text({each.key: each.file.removeprefix(folder) for each in inner}, _bytes(inner))
+        for folder, inner in by_folder.items()
+        if len({each.file for each in inner}) > 1
+    }
+
+
+def _bytes(planned: Sequence[Written]) -> int:
+    return sum(each.item.whole_bytes for each in planned)
+
+
+def index_text(files: Mapping[str, str], size_bytes: int) -> str:
+    """Return the text of an index: the file of each tensor, and the bytes of all."""
+    return json.dumps({"metadata": {"total_size": size_bytes}, "weight_map": dict(files)}, indent=2)
 
 
 def is_whole(layout: Layout, rank: int) -> bool:

@@ -58,7 +58,7 @@ def checkpoints_in(parent: Folder) -> Iterator[Found]:
             continue
         folder = parent.within(name)
         with suppress(CheckpointError, OSError):
-            yield read_manifest(manifest_text(folder)), folder
+            yield read_manifest(manifest_text(settled(folder))), folder
 
 
 def checkpoints_like(folder: Folder, pattern: str) -> Iterator[Found]:
@@ -107,7 +107,7 @@ class FolderProbe:
                 self._refuse_others()
                 self._partial.remove(NAME) if self._partial is self._target else self._partial.remove()
                 self._partial.make()
-                self._partial.write(_PROBE, [b"probe"])
+                self._partial.touch(_PROBE)
         except CheckpointError as error:
             fault = error
         except OSError as error:

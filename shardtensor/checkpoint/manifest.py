@@ -7,16 +7,15 @@ checked when it is read.
 from __future__ import annotations
 
 import json
-import math
 import re
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import cattrs
 from xxhash import xxh3_128_hexdigest
 
-from shardtensor.checkpoint.tensor_file import ITEM_BYTES, is_size
+from shardtensor.checkpoint.tensor_file import ITEM_BYTES, bytes_of, is_size
 from shardtensor.errors import CheckpointError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.cutting import axis_form
@@ -27,6 +26,8 @@ from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import parse_spec
 
 NAME = "checkpoint.json"
+INDEX = "model.safetensors.index.json"
+"""The name of the list of a model's files that Hugging Face's libraries read."""
 FORMAT = "shardtensor checkpoint"
 VERSION = 1
 
@@ -127,42 +128,53 @@ def read_manifest(text: str) -> Manifest:
         for key in ("format", "version", "checksum"):
             del table[key]
         manifest = _converter.structure(table, Manifest)
+        _check(manifest)
     except CheckpointError:
         raise
     except Exception as error:  # cattrs passes on whatever its hooks raise
         why = f"{type(error).__name__}: {error}"[:200]
         raise CheckpointError(f'"{NAME}" cannot be read', {"why": why}, "load an earlier checkpoint") from None
-    _check(manifest)
     return manifest
 
 
 def _check(manifest: Manifest) -> None:
     """Raise CheckpointError unless the names and numbers of a manifest fit each other."""
 
-    def refuse(what: str, name: str) -> None:
+    def refuse(what: str, name: str) -> NoReturn:
         raise CheckpointError(f'"{NAME}" is damaged: {what}', {"name": name[:200]}, "load an earlier checkpoint")
 
+    if manifest.world < 1 or (manifest.step or 0) < 0:
+        refuse("its numbers are not those of a save", "world, step")
     for name, record in manifest.files.items():
         if not _FILE.fullmatch(name) or not is_size(record.bytes):
             refuse("a file has no legal name or size", name)
-    own_files = sum(name.startswith("state/") for name in manifest.files)
+    own_files = [record.bytes for name, record in manifest.files.items() if name.startswith("state/")]
+    left = {"": sum(own_files)} | {name: record.bytes for name, record in manifest.files.items()}
     for name, tensor in manifest.tensors.items():
-        if tensor.dtype not in ITEM_BYTES or not all(map(is_size, (*tensor.shape, tensor.copy))):
+        size = bytes_of(tensor.shape, tensor.dtype) if tensor.dtype in ITEM_BYTES else None
+        if size is None or not is_size(tensor.copy):
             refuse("a tensor has no legal dtype or shape", name)
-        if not is_size(math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]):
-            refuse("a tensor is larger than any file", name)
-        if bool(tensor.file) == bool(tensor.spec) or (tensor.file and tensor.file not in manifest.files):
+        if bool(tensor.file) == bool(tensor.spec) or tensor.file not in left:
             refuse("a tensor is in no file", name)
-        if tensor.spec and (manifest.world > own_files or not _are_in(tensor, manifest.world)):
+        if tensor.spec and not _are_in(tensor, manifest.world, len(own_files)):
             refuse("a tensor is in files that are not listed", name)
+        left[tensor.file] -= size  # so that no tensor asks for more memory than there are bytes to read
+        if left[tensor.file] < 0:
+            refuse("a tensor is larger than the files that hold it", name)
     for name, target in manifest.aliases.items():
         if f"model/{target}" not in manifest.tensors and target not in manifest.tensors:
             refuse("a tied tensor is missing", name)
 
 
-def _are_in(tensor: TensorRecord, world: int) -> bool:
+def _are_in(tensor: TensorRecord, world: int, files: int) -> bool:
+    """Whether the ranks that hold some of a tensor are among `world`, and no more than there are files of ranks; found
+    at once, however large the numbers are."""
     ranks = _ranks(tensor.ranks)
-    return min(ranks) >= 0 and max(ranks) < world if ranks is not None else _mesh_size(tensor.mesh) <= world
+    if ranks is None:
+        return _mesh_size(tensor.mesh) <= min(world, files)
+    if isinstance(ranks, range):
+        return 0 <= ranks[0] <= ranks[-1] < min(world, ranks[0] + files)
+    return min(ranks) >= 0 and max(ranks) < world and len(set(ranks)) == len(ranks) <= files
 
 
 def describe(layout: Layout) -> tuple[Layout, dict[str, str]]:

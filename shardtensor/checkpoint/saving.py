@@ -19,9 +19,9 @@ import attrs
 from xxhash import xxh3_64_hexdigest
 
 from shardtensor.checkpoint.checksums import fingerprints
-from shardtensor.checkpoint.contents import Contents, collect, fault_of
+from shardtensor.checkpoint.contents import Contents, collect, config_texts, fault_of, models_of
 from shardtensor.checkpoint.exchange import to_owners
-from shardtensor.checkpoint.files import files_and_records, plan_files, writes_its_part
+from shardtensor.checkpoint.files import files_and_records, index_texts, plan_files, writes_its_part
 from shardtensor.checkpoint.folders import OLD, PARTIAL, FolderProbe, checkpoints_like, sort_key
 from shardtensor.checkpoint.manifest import NAME, FileRecord, Manifest
 from shardtensor.checkpoint.progress import ByteProgress
@@ -291,7 +291,7 @@ def _prepare(
     options["fingerprint"] = str(is_printed)
     agree_or_raise(group, call, options | _outline(made), fault)
     assert folder is not None
-    job = _Job(folder, _config_text(arguments["model"]), keep_last, copied)
+    job = _Job(folder, config_texts(models_of(arguments["model"])) | index_texts(planned), keep_last, copied)
     FolderProbe(job.partial, folder).make(group, call)
     job.files, records = files_and_records(made, planned, to_owners(planned, group), copies, group)
     job.manifest = Manifest(
@@ -344,12 +344,6 @@ def _keys(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _keys(item) for key, item in value.items()}
     return None
-
-
-def _config_text(model: Any) -> dict[str, str]:
-    """Return the text of ``config.json`` for a model of transformers."""
-    to_text = getattr(getattr(model, "config", None), "to_json_string", None)
-    return {} if to_text is None else {"config.json": to_text()}
 
 
 def _remove_older(folder: Folder, keep: int) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import posixpath
+import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -75,11 +77,22 @@ class Folder:
             return []
 
     def size(self, name: str) -> int:
-        """Return the number of bytes of a file."""
-        return os.stat(self.at(name)).st_size if self.is_local else int(self.fs.size(self.at(name)))
+        """Return the number of bytes of a file.
+
+        Raises:
+            OSError: it is a folder, or a pipe or a device, which may have no end.
+        """
+        if not self.is_local:
+            return int(self.fs.size(self.at(name)))
+        found = os.stat(self.at(name))
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", self.at(name))
+        return found.st_size
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return a range of the bytes of a file."""
+        if self.is_local:
+            self.size(name)  # raises if it is no file
         return bytes(self.fs.cat_file(self.at(name), start=start, end=stop))
 
     def reader(self, name: str) -> OpenFile:

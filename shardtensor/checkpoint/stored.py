@@ -13,12 +13,10 @@ import attrs
 from xxhash import xxh3_64_hexdigest
 
 from shardtensor.checkpoint.folders import manifest_text, settled
-from shardtensor.checkpoint.manifest import NAME, FileRecord, Manifest, TensorRecord, read_manifest
+from shardtensor.checkpoint.manifest import INDEX, NAME, FileRecord, Manifest, TensorRecord, read_manifest
 from shardtensor.checkpoint.storage import THREADS, Folder
 from shardtensor.checkpoint.tensor_file import DTYPES, TensorFile, read_header
 from shardtensor.errors import CheckpointError
-
-_INDEX = "model.safetensors.index.json"
 
 
 @attrs.define(eq=False)
@@ -97,9 +95,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Stored:
 def _safetensors(folder: Folder) -> Stored:
     """Return the tensors of a folder of safetensors files that another library wrote, or of one file."""
     names = [name for name in folder.names() if name.endswith(".safetensors")]
-    if folder.name.endswith(".safetensors") and not names:
+    if folder.name.endswith(".safetensors") and names in ([], [folder.name]):
         folder, names = folder.parent, [folder.name]
-    elif folder.has(_INDEX):
+    elif folder.has(INDEX):
         names = _indexed(folder, names)
     elif "model.safetensors" in names:
         names = ["model.safetensors"]
@@ -120,13 +118,13 @@ def _safetensors(folder: Folder) -> Stored:
 def _indexed(folder: Folder, there: list[str]) -> list[str]:
     """Return the files that the index of a Hugging Face folder names."""
     try:
-        names = sorted(set(json.loads(folder.read(_INDEX))["weight_map"].values()))
-        missing = [name for name in names if name not in there]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise CheckpointError(f'"{_INDEX}" is damaged', {"folder": folder.path}) from None
+        names = sorted(set(json.loads(folder.read(INDEX))["weight_map"].values()))
+        missing = [str(name) for name in names if name not in there]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError):
+        raise CheckpointError(f'"{INDEX}" is damaged', {"folder": folder.path}) from None
     if missing:
         raise CheckpointError(
-            f'the file "{missing[0][:200]}", which "{_INDEX}" names, is missing', {"folder": folder.path}
+            f'the file "{missing[0][:200]}", which "{INDEX}" names, is missing', {"folder": folder.path}
         )
     return names
 

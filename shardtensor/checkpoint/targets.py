@@ -168,7 +168,8 @@ def _refuse_what_stays_on_meta(model: nn.Module, loaded: Mapping[str, torch.Tens
         raise CheckpointError(
             "tensors on the meta device have no values in the checkpoint",
             {"tensors": _some(left)},
-            "call st.materialize(model) before the load: it computes what is not saved",
+            "call st.materialize(model) before the load, which computes what is not saved; for a model of transformers "
+            "st.materialize(model, init=model._init_weights)",
         )
 
 

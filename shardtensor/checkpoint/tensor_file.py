@@ -132,9 +132,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(value: Any, data: int, sums: Any) -> Entry:
     shape, (start, stop) = tuple(value["shape"]), value["data_offsets"]
-    if set(value) != {"dtype", "shape", "data_offsets"} or not all(map(is_size, (*shape, start, stop))):
+    if set(value) != {"dtype", "shape", "data_offsets"} or not all(map(is_size, (start, stop))):
         raise ValueError("an entry is not dtype, shape and data_offsets")
-    if stop - start != math.prod(shape) * ITEM_BYTES[DTYPES[value["dtype"]]]:
+    if stop - start != bytes_of(shape, DTYPES[value["dtype"]]):
         raise ValueError("an entry has another size than its shape and dtype")
     entry = Entry(value["dtype"], shape, data + start, data + stop)
     if sums is None:
@@ -147,6 +147,23 @@ def _entry(value: Any, data: int, sums: Any) -> Entry:
 def is_size(value: object) -> bool:
     """Whether a value of a JSON text can be a length or an offset."""
     return type(value) is int and 0 <= value < 1 << 63
+
+
+def bytes_of(shape: Sequence[object], dtype: str) -> int | None:
+    """Return the bytes of a tensor whose shape comes from a JSON text; None if no tensor is of that shape.
+
+    Example:
+        >>> bytes_of([2, 3], "float32"), bytes_of([2, -3], "float32"), bytes_of([1 << 62, 1 << 62], "uint8")
+        (24, None, None)
+    """
+    if not all(map(is_size, shape)):
+        return None
+    count = 0 if 0 in shape else ITEM_BYTES[dtype]
+    for length in shape if count else ():
+        count *= length  # type: ignore[operator]
+        if not is_size(count):  # before the number grows: a text may list thousands of lengths
+            return None
+    return count
 
 
 def _damaged(file: str, fault: str, facts: dict[str, object]) -> CheckpointError:

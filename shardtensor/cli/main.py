@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtensor.cli import check, fmt, import_plan, plan, show
+from shardtensor.cli import check, ckpt, fmt, import_plan, plan, show
 from shardtensor.cli.arguments import NO_NUMPY, positive
 from shardtensor.version import __version__
 
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     import_plan.add_parser(commands)
     fmt.add_parser(commands)
+    ckpt.add_parser(commands)
     demo = commands.add_parser(
         "demo",
         help="train a small language model, sharded, beside the same model on one process",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardtensor.tensor import convert as convert
+from shardtensor.tensor import dcp as dcp
 from shardtensor.tensor import dtensor as dtensor
 from shardtensor.tensor import fallback as fallback
 from shardtensor.tensor import from_metadata as from_metadata

@@ -1,15 +1,11 @@
-"""State dicts: methods that ``torch.distributed.checkpoint`` calls, and whole tensors for programs without sharding.
+"""State dicts of whole tensors, for programs without sharding.
 
-A file holds boxes with offsets in the global tensor, whatever layout wrote them, so a tensor loads into any layout and
-any number of ranks, plain tensors and DTensors too. Ranks that hold replicas list the same boxes; torch's planner
-chooses one writer for each. ``torch.distributed.checkpoint.state_dict`` calls no method of a tensor, so this module
-extends its functions.
+``torch.distributed.checkpoint.state_dict`` calls no method of a tensor, so this module extends its functions.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -19,76 +15,9 @@ import torch
 from torch import nn
 
 from shardtensor.comm.process_group import world_place
-from shardtensor.errors import RuleError
 from shardtensor.imports import when_imported
-from shardtensor.layout.box import Box, whole
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
-
-
-def create_write_items(tensor: ShardedTensor, fqn: str, saved: Any) -> list[Any]:
-    """Return a `WriteItem` for each box that this rank holds. A tensor without elements is one empty box."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    _refuse_partials(tensor, fqn)
-    properties = TensorProperties.create_from_tensor(tensor._local)
-    size = torch.Size(tensor._layout.shape)
-    boxes = _boxes(tensor)
-    if not size.numel() and tensor._group.rank in tensor._layout.ranks:
-        boxes = {(0,) * len(size): (0, whole(tuple(size)))}  # so that its name is in the file
-    return [
-        WriteItem(
-            index=MetadataIndex(fqn, torch.Size(box.offsets)),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=size),
-        )
-        for _, box in boxes.values()
-    ]
-
-
-def create_chunk_list(tensor: ShardedTensor) -> list[Any]:
-    """Return the boxes that this rank has to read, perhaps none."""
-    _refuse_partials(tensor)
-    return [_chunk(box) for _, box in _boxes(tensor).values()]
-
-
-def get_tensor_shard(tensor: ShardedTensor, index: Any) -> torch.Tensor:
-    """Return the local memory of the box at ``index.offset``: a write there is a write into the tensor."""
-    offsets = tuple(index.offset or (0,) * len(tensor._layout.shape))
-    if not math.prod(tensor._layout.shape):
-        return tensor._local.detach().new_empty(tensor._layout.shape)
-    found = _boxes(tensor).get(offsets)
-    if found is None:
-        raise ValueError(f"rank {tensor._group.rank} holds no box at {offsets} of {index.fqn}")
-    with torch.no_grad():
-        return tensor._shard_tensor(found[0]).detach()  # shares the version counter, which counts the load
-
-
-def _boxes(tensor: ShardedTensor) -> dict[tuple[int, ...], tuple[int, Box]]:
-    """Return this rank's boxes that have elements, with their numbers, by offsets, which are unique."""
-    boxes = tensor._layout.boxes(tensor._group.rank)
-    return {box.offsets: (i, box) for i, box in enumerate(boxes) if box.numel}
-
-
-def _chunk(box: Box) -> Any:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-
-
-def _refuse_partials(tensor: ShardedTensor, fqn: str | None = None) -> None:
-    if tensor._layout.partial:
-        raise RuleError(
-            "a checkpoint takes no tensor that is still to be reduced",
-            {**({"tensor": fqn} if fqn else {}), "spec": str(tensor.sharding_spec())},
-            "reduce it first: st.reshard(tensor, spec) with a spec that is not partial",
-        )
-
-
-ShardedTensor.__create_write_items__ = create_write_items  # type: ignore[attr-defined]
-ShardedTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[attr-defined]
-ShardedTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
