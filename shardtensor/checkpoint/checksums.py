@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtensor.checkpoint.contents import Item, collect, item_of
+from shardtensor.checkpoint.contents import collect
+from shardtensor.checkpoint.items import Item, item_of
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.layout.box import Box
@@ -56,7 +57,7 @@ def fingerprint(model: Any = None, optimizer: Any = None, *, key: str = "", proc
         True
     """
     group = as_group(process_group)
-    made = collect(group, model=model, optimizer=optimizer, rng=False)
+    made = collect(group, "fingerprint", model=model, optimizer=optimizer, rng=False)
     return fingerprints({"": made.items.values()}, group, key)[""]
 
 

@@ -7,49 +7,26 @@ state; of a dict of models or optimizers, ``model.<key>/...``. Names do not depe
 from __future__ import annotations
 
 import copy
-import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import attrs
 import torch
 from torch import nn, optim
+from xxhash import xxh3_64_hexdigest
 
+from shardtensor.checkpoint.encoding import encoded
+from shardtensor.checkpoint.items import Item, item_of
+from shardtensor.checkpoint.manifest import TensorRecord, describe
 from shardtensor.checkpoint.random_states import rng_state
-from shardtensor.checkpoint.tensor_file import ITEM_BYTES
-from shardtensor.checkpoint.values import encode
+from shardtensor.checkpoint.together import agree_or_raise, fault_of
 from shardtensor.comm.group import Group
 from shardtensor.errors import CheckpointError, ShardTensorError
 from shardtensor.fsdp.module import FSDPModule
-from shardtensor.layout.layout import Layout, replicated
 from shardtensor.optim.fqn import optim_state_dict, plain_name
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
-from shardtensor.tensor.dispatch import is_dtensor
-from shardtensor.tensor.dtensor import from_dtensor
-from shardtensor.tensor.sharded_tensor import ShardedTensor
-
-
-@attrs.frozen(eq=False)
-class Item:
-    """A tensor of a checkpoint: its name, its layout, and this rank's local tensor."""
-
-    name: str
-    local: torch.Tensor
-    layout: Layout
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.layout.shape
-
-    @property
-    def dtype(self) -> str:
-        return dtype_name(self.local.dtype)
-
-    @property
-    def whole_bytes(self) -> int:
-        """The bytes of the whole tensor."""
-        return math.prod(self.shape) * self.local.element_size()
 
 
 @attrs.define
@@ -72,11 +49,6 @@ class Contents:
         return found
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype: ``float32``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def sections(kind: str, value: Any, leaf: type | tuple[type, ...]) -> dict[str, Any]:
     """Return the objects of an argument by the name of their section: ``model``, or ``model.<key>`` of a dict."""
     if value is None:
@@ -84,19 +56,22 @@ def sections(kind: str, value: Any, leaf: type | tuple[type, ...]) -> dict[str, 
     if isinstance(value, leaf) or not isinstance(value, Mapping):
         return {kind: value}
     for key in value:
-        if not isinstance(key, str) or not key.replace("_", "a").replace("-", "a").isalnum():
+        is_name = isinstance(key, str) and key.isascii() and key.replace("_", "a").replace("-", "a").isalnum()
+        if not is_name or key == "state":
             raise CheckpointError(
                 f"the keys of a dict passed as {kind}= become names of files",
                 {"key": repr(key)},
-                "use letters and digits",
+                'use letters a to z and digits, and not "state"',
             )
     return {f"{kind}.{key}": item for key, item in value.items()}
 
 
 def models_of(model: Any) -> dict[str, Any]:
     """Return the modules, or state dicts, of the argument ``model=`` by section."""
-    if isinstance(model, Mapping) and not any(isinstance(item, nn.Module | Mapping) for item in model.values()):
-        return {"model": model}
+    if isinstance(model, Mapping):
+        values = list(model.values())
+        if not values or not all(isinstance(each, nn.Module | Mapping) for each in values):
+            return {"model": model}  # a state dict
     return {name: _unwrapped(each) for name, each in sections("model", model, nn.Module).items()}
 
 
@@ -133,7 +108,7 @@ def state_tensors(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str], 
     rest: dict[str, Any] = {}
     for full_name, value in state.items():
         name = plain_name(full_name)
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == "_extra_state":
             rest[name] = value
         elif first.setdefault(id(value), name) != name:
             aliases[name] = first[id(value)]
@@ -142,32 +117,9 @@ def state_tensors(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str], 
     return tensors, aliases, rest
 
 
-def item_of(name: str, tensor: torch.Tensor, group: Group | None) -> Item:
-    """Return the item of a tensor; a plain one is replicated on the ranks of `group`, or a rank's own without one.
-
-    Raises:
-        CheckpointError: it is a partial sum, a sparse tensor, or of a dtype that files do not hold.
-    """
-    if is_dtensor(tensor):
-        tensor = from_dtensor(tensor.detach())
-    if isinstance(tensor, ShardedTensor):
-        local, layout = tensor._local, tensor._layout
-    else:
-        local, layout = tensor, replicated(tuple(tensor.shape), range(1) if group is None else group.ranks)
-    fault = None
-    if layout.partial:
-        fault = "is a partial sum", "reduce it first: st.reshard(tensor, spec) with a spec that is not partial"
-    elif local.layout != torch.strided or local.is_quantized:
-        fault = f"is {local.layout}" if not local.is_quantized else "is quantized", "save its dense parts"
-    elif dtype_name(local.dtype) not in ITEM_BYTES:
-        fault = f"has dtype {local.dtype}", "save it as another dtype"
-    if fault is not None:
-        raise CheckpointError(f'tensor "{name}" {fault[0]}: a checkpoint does not hold it', fix=fault[1])
-    return Item(name, local.detach(), layout)
-
-
 def collect(
     group: Group,
+    call: str,
     *,
     model: Any = None,
     optimizer: Any = None,
@@ -175,28 +127,100 @@ def collect(
     extra: Any = None,
     dataloader: Any = None,
     rng: bool = True,
+    facts: Mapping[str, str] = MappingProxyType({}),
+    fault: ShardTensorError | None = None,
 ) -> Contents:
-    """Return the contents of a checkpoint of these objects. All ranks call it: ranks that step different parameters
-    exchange the outlines of their state."""
+    """Return the contents of a checkpoint of these objects, in one order on all ranks, which all call it.
+
+    Ranks compare the names, and what each tensor is; `facts` of the call, too. Then ranks that step different
+    parameters exchange the outlines of their state.
+
+    Raises:
+        CheckpointError: on every rank: something cannot be saved on a rank, or ranks differ; or a rank has a `fault`.
+    """
     made = Contents()
-    models = models_of(model)
-    for section, each in models.items():
-        tensors, aliases, rest = state_tensors(each)
-        prefix = f"{section}/"
-        made.items.update((prefix + name, item_of(prefix + name, tensor, group)) for name, tensor in tensors.items())
-        made.aliases.update((prefix + name, prefix + first) for name, first in aliases.items())
-        if rest:
-            made.values[section] = _encoded(rest, section, made.items, group)
-    for section, each in sections("optimizer", optimizer, optim.Optimizer).items():
-        made.values[section] = _encoded(optimizer_state(models, each), section, made.items, group)
-    for section, each in sections("scheduler", scheduler, ()).items():
-        made.values[section] = _encoded(each.state_dict(), section, made.items, group)
-    if extra is not None:
-        made.values["extra"] = _encoded(extra, "extra", made.items, group)
-    own: dict[str, Any] = {"rng": rng_state()} if rng else {}
-    own.update((name, each.state_dict()) for name, each in sections("dataloader", dataloader, ()).items())
-    made.own_values = {name: _encoded(each, name, made.own_items, None) for name, each in own.items()}
+    models: dict[str, Any] = {}
+    optimizers: dict[str, Any] = {}
+    try:
+        models = models_of(model)
+        optimizers = sections("optimizer", optimizer, optim.Optimizer)
+        for section, each in models.items():
+            _add_model(made, section, each, group)
+        for section, each in sections("scheduler", scheduler, ()).items():
+            made.values[section] = encoded(each.state_dict(), section, made.items, group)
+        if extra is not None:
+            made.values["extra"] = encoded(extra, "extra", made.items, group, is_of_first=True)
+        own: dict[str, Any] = {"rng": rng_state()} if rng else {}
+        own.update((name, each.state_dict()) for name, each in sections("dataloader", dataloader, ()).items())
+        made.own_values = {name: encoded(each, name, made.own_items, None) for name, each in own.items()}
+    except Exception as error:  # on one rank: the others raise it, too
+        fault = fault or fault_of(error)
+    agree_or_raise(group, call, {**facts, "optimizers": ", ".join(optimizers), **_outline(made)}, fault)
+    if optimizers:
+        fault, added = None, Contents()
+        try:
+            for section, each in optimizers.items():
+                added.values[section] = encoded(optimizer_state(models, each), section, added.items, group)
+        except Exception as error:
+            fault = fault_of(error)
+        agree_or_raise(group, call, _outline(added), fault)
+        made.items |= added.items
+        made.values |= added.values
+    _take_first_layouts(made, group)
+    made.items = dict(sorted(made.items.items()))
     return made
+
+
+def _add_model(made: Contents, section: str, model: Any, group: Group) -> None:
+    tensors, aliases, rest = state_tensors(model)
+    buffers = {id(each) for each in model.buffers()} if isinstance(model, nn.Module) else ()
+    for key, tensor in tensors.items():
+        name = f"{section}/{key}"
+        made.items[name] = item_of(name, tensor, group, is_of_first=id(tensor) in buffers)
+    made.aliases.update((f"{section}/{name}", f"{section}/{first}") for name, first in aliases.items())
+    if rest:
+        made.values[section] = encoded(rest, f"state of {section}", made.items, group, is_of_first=True)
+
+
+def _outline(made: Contents) -> dict[str, str]:
+    """Return what must be equal on every rank: each tensor's shape, dtype and layout, and the other values."""
+    facts = {
+        f'tensor "{name}"': f"{' x '.join(map(str, item.shape)) or 'scalar'} {item.dtype} {item.layout}"
+        for name, item in made.items.items()
+    }
+    for name, value in made.values.items():
+        text = repr(_keys(value) if name.startswith(("extra", "model")) else value)
+        digest = xxh3_64_hexdigest(text.encode())
+        facts[f"values of {name}"] = text if len(text) < 200 else f"{text[:160]}... (#{digest})"
+    facts["values of each rank"] = ", ".join(made.own_values)
+    return facts
+
+
+def _keys(value: Any) -> Any:
+    """Return the keys of nested dicts, without values."""
+    if isinstance(value, dict):
+        return {key: _keys(item) for key, item in value.items()}
+    return None
+
+
+def _take_first_layouts(made: Contents, group: Group) -> None:
+    """Give tensors that groups of ranks hold under one name the layout of the first of these groups.
+
+    A parameter that `fully_shard` shards along one axis of a mesh, and that is replicated along another, has a layout
+    on each rank that names the ranks of its own group.
+    """
+    own = {name: describe(item.layout)[1] for name, item in made.items.items() if len(item.layout.ranks) != group.size}
+    if not any(each[0] for each in group.exchange(bytes([bool(own)]))):
+        return
+    first: dict[str, dict[str, Any]] = {}
+    for report in group.exchange_objects(own):
+        for name, texts in report.items():
+            first.setdefault(name, texts)
+    for name, texts in first.items():
+        item = made.items[name]
+        layout = TensorRecord(item.shape, item.dtype, **texts).layout
+        if set(layout.ranks) != set(item.layout.ranks):
+            made.items[name] = attrs.evolve(item, local=item.local.new_empty(0), layout=layout)
 
 
 def optimizer_state(models: Mapping[str, Any], optimizer: optim.Optimizer) -> dict[str, Any]:
@@ -223,59 +247,3 @@ def inner_class(optimizer: optim.Optimizer) -> str:
     """Return the name of the class whose state an optimizer holds."""
     inner = getattr(optimizer, "_inner", None) or getattr(optimizer, "optim", None)
     return type(inner if isinstance(inner, optim.Optimizer) else optimizer).__name__
-
-
-def _encoded(value: Any, path: str, items: dict[str, Item], group: Group | None) -> Any:
-    """Return a value as JSON; its tensors with dims become items. Without a group they are this rank's own."""
-    scalars = _read_scalars(value)
-
-    def replace(found: Any, name: str) -> Any:
-        if isinstance(found, torch.dtype | torch.device):
-            return {"$dtype" if isinstance(found, torch.dtype) else "$device": str(found).removeprefix("torch.")}
-        array = sys.modules.get("numpy")
-        if array is not None and isinstance(found, array.ndarray | array.generic):
-            return {"$numpy": replace(torch.from_numpy(array.array(found)), name)}
-        if not isinstance(found, torch.Tensor):
-            return None
-        if id(found) in scalars:
-            number = encode(scalars[id(found)], name, replace)
-            return {"$scalar": [dtype_name(found.dtype), number]}
-        if found.is_meta:
-            raise CheckpointError(f'tensor "{name}" is on the meta device and has no values')
-        name = name.replace("/state/", "/", 1)
-        while name in items:
-            name += "+"
-        items[name] = item_of(name, found, group)
-        return {"$tensor": name}
-
-    return encode(value, path, replace)
-
-
-def _read_scalars(value: Any) -> dict[int, Any]:
-    """Return the numbers of all plain 0-d tensors in a value by id; those of one device in one copy for each dtype."""
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in _tensors_in(value):
-        if tensor.dim() == 0 and not isinstance(tensor, ShardedTensor) and not is_dtensor(tensor):
-            found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    read: dict[int, Any] = {}
-    for (device, _), tensors in found.items():
-        numbers = torch.stack([each.detach() for each in tensors]).tolist() if device.type != "meta" else []
-        read.update(zip(map(id, tensors), numbers, strict=False))
-    return read
-
-
-def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth < 100 and isinstance(value, Mapping | list | tuple):  # deeper ones are refused later
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(item, depth + 1)
-
-
-def fault_of(error: Exception) -> ShardTensorError:
-    """Return an error as one that all ranks can raise."""
-    if isinstance(error, CheckpointError):
-        return error
-    if isinstance(error, ShardTensorError):
-        return CheckpointError(error.fault, dict(error.rows))
-    return CheckpointError(f"{type(error).__name__}: {error}")

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from shardtensor.checkpoint.contents import dtype_name
 from shardtensor.checkpoint.decoding import StoredTensor
 from shardtensor.checkpoint.files import index_text
+from shardtensor.checkpoint.items import dtype_name
 from shardtensor.checkpoint.manifest import INDEX, NAME, FileRecord, Manifest, TensorRecord
 from shardtensor.checkpoint.sources import CONFIG, SourceCheckpoint
 from shardtensor.checkpoint.storage import Folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,11 @@ import torch
 
 from shardtensor.checkpoint.values import decode
 from shardtensor.errors import CheckpointError
+
+_DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+
+
+_CONTAINERS = (list, tuple, deque, set, frozenset)
 
 
 @attrs.frozen
@@ -51,8 +57,8 @@ def decoded(value: Any, known: Mapping[str, object]) -> Any:
 
 def dtype_named(name: Any) -> torch.dtype:
     """Return the torch dtype of a name."""
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = _DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
         raise CheckpointError(f'there is no dtype "{str(name)[:40]}"')
     return dtype
 
@@ -62,16 +68,21 @@ def replaced(value: Any, function: Callable[[StoredTensor], Any]) -> Any:
     if isinstance(value, StoredTensor):
         return function(value)
     if isinstance(value, dict):
-        return {key: replaced(item, function) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+        return type(value)({key: replaced(item, function) for key, item in value.items()})
+    if isinstance(value, _CONTAINERS):
         return type(value)(replaced(item, function) for item in value)
     return value
+
+
+def final(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return a value with the tensors that were read, by name."""
+    return replaced(value, lambda found: found.final(tensors[found.name]))
 
 
 def stored_in(value: Any) -> Iterator[StoredTensor]:
     """Yield the stored tensors in a value."""
     if isinstance(value, StoredTensor):
         yield value
-    elif isinstance(value, dict | list | tuple):
+    elif isinstance(value, (dict, *_CONTAINERS)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from stored_in(item)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardtensor.checkpoint.contents import Item
 from shardtensor.checkpoint.files import Written, is_whole
+from shardtensor.checkpoint.items import Item
 from shardtensor.checkpoint.reads import Place, box_places
 from shardtensor.comm.group import Group
 from shardtensor.layout.box import whole

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
-from shardtensor.checkpoint.contents import Contents, Item
+from shardtensor.checkpoint.contents import Contents
+from shardtensor.checkpoint.items import Item
 from shardtensor.checkpoint.manifest import INDEX, TensorRecord, describe, rank_file
 from shardtensor.checkpoint.writing import FilePart, NewFile, own_metadata
 from shardtensor.comm.group import Group
@@ -16,6 +17,7 @@ from shardtensor.layout.box import whole
 from shardtensor.layout.holders import replica_count, replica_of
 from shardtensor.layout.layout import Layout
 from shardtensor.layout.partition import assign_owners
+from shardtensor.mesh import Ranks
 
 
 @attrs.frozen(eq=False)
@@ -30,14 +32,17 @@ class Written:
     key: str = ""
 
 
-def plan_files(made: Contents, layout: str, world: int) -> list[Written]:
+def plan_files(made: Contents, layout: str, ranks: Ranks) -> list[Written]:
     """Determine how each tensor is written, so that all ranks write about as much; the same on every rank."""
     items = list(made.items.values())
     written: list[Written] = []
     by_copies: dict[int, list[Item]] = {}
     by_section: dict[str, list[Item]] = {}
     for item in items:
-        by_copies.setdefault(replica_count(item.layout), []).append(item)
+        if item.is_of_first:
+            written.append(Written(item, 0))
+        else:
+            by_copies.setdefault(replica_count(item.layout), []).append(item)
         section = item.name.partition("/")[0]
         if layout == "whole" and section.partition(".")[0] == "model":
             by_section.setdefault(section, []).append(item)
@@ -45,9 +50,11 @@ def plan_files(made: Contents, layout: str, world: int) -> list[Written]:
         chosen = assign_owners([item.whole_bytes for item in each], [0] * count)
         written += [Written(item, copy) for item, copy in zip(each, chosen, strict=True)]
     by_name = {each.item.name: each for each in written}
-    loads = [0] * world
+    loads = [0] * len(ranks)
     for section, each in by_section.items():
-        owners = assign_owners([item.whole_bytes for item in each], loads)
+        free = [item for item in each if not item.is_of_first]
+        owner_of = dict(zip(free, assign_owners([item.whole_bytes for item in free], loads), strict=True))
+        owners = [owner_of.get(item, 0) for item in each]
         writers = sorted(set(owners))
         folder = f"{section.partition('.')[2]}/" if "." in section else ""
         for item, owner in zip(each, owners, strict=True):

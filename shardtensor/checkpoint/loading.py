@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,19 +14,21 @@ import torch
 from torch import nn, optim
 
 from shardtensor.checkpoint.checksums import fingerprints
-from shardtensor.checkpoint.contents import collect, fault_of, models_of, sections
-from shardtensor.checkpoint.decoding import decoded, dtype_named, replaced, stored_in
-from shardtensor.checkpoint.optimizer_targets import optimizer_targets
+from shardtensor.checkpoint.contents import collect, models_of, optimizer_state, sections
+from shardtensor.checkpoint.decoding import decoded, dtype_named, final, stored_in
+from shardtensor.checkpoint.loadable import Loadable, Loads, of_user
+from shardtensor.checkpoint.optimizer_targets import load_by_name, optimizer_targets
 from shardtensor.checkpoint.progress import ByteProgress
 from shardtensor.checkpoint.rank_state import rank_targets
 from shardtensor.checkpoint.reading import OpenFiles, Reading, fill, verify
 from shardtensor.checkpoint.saving import wait_for_save
 from shardtensor.checkpoint.stored import Stored, open_checkpoint
 from shardtensor.checkpoint.targets import ReadTarget, model_targets, target_of
-from shardtensor.checkpoint.together import agree_or_raise
+from shardtensor.checkpoint.together import agree_or_raise, fault_of
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import CheckpointError
+from shardtensor.optim.fqn import plain_name
 
 
 def load(
@@ -99,14 +102,21 @@ def load(
 
 @attrs.define
 class _Loading:
-    """One load: the tensors to read, and what to do when they are read."""
+    """One load: the tensors to read, and the objects that take their state when these are read.
+
+    Attributes:
+        objects: of the user; `optimizers`, whose loads are collective; `rest`, states of modules that are no tensors.
+        install: puts new tensors into models that are on the meta device.
+    """
 
     stored: Stored
     group: Group
     strict: bool
     cast: bool
     targets: list[ReadTarget] = attrs.field(factory=list)
-    finishes: list[Callable[[], None]] = attrs.field(factory=list)
+    objects: list[Loadable] = attrs.field(factory=list)
+    optimizers: list[Loadable] = attrs.field(factory=list)
+    install: list[Callable[[], None]] = attrs.field(factory=list)
     skipped: list[str] = attrs.field(factory=list)
     reading: Reading | None = None
     extra: Callable[[], Any] = lambda: None
@@ -120,41 +130,47 @@ class _Loading:
         for section, each in optimizers.items():
             tensors = self.stored.manifest.tensors
             state = self._value(section)
-            found = optimizer_targets(each, models, state, tensors, self.group, strict=self.strict)
-            self._add(*found)
+            targets, saved = optimizer_targets(each, models, state, tensors, self.group, strict=self.strict)
+            self.targets += targets
+            current, load = partial(optimizer_state, models, each), partial(load_by_name, each, models)
+            self.optimizers.append(Loadable(section, current, load, saved))
         for section, each in sections("scheduler", scheduler, ()).items():
-            value = self._whole(self._value(section))
-            self.finishes.append(partial(_load_into, each, value))
+            self.objects.append(of_user(section, each, self._whole(self._value(section))))
         loaders = sections("dataloader", dataloader, ())
         sets_rng = bool(optimizers) if rng is None else rng
         if loaders or sets_rng:
-            self._add(*rank_targets(self.stored, self.group, loaders, rng=sets_rng))
+            targets, loads = rank_targets(self.stored, self.group, loaders, rng=sets_rng)
+            self.targets += targets
+            self.objects += loads
         if "extra" in self.stored.manifest.values:
             self.extra = self._whole(self._value("extra"))
         self.reading = Reading.of(self.targets, self.stored)
 
     @property
     def facts(self) -> dict[str, str]:
-        """What must be equal on every rank: the checkpoint, and the tensors to load."""
+        """What must be equal on every rank: the checkpoint, and what is loaded."""
         tensors = sorted(f"{t.name} {t.layout.shape} {t.local.dtype}" for t in self.targets)
-        return {"checkpoint": self.stored.digest, "tensors": "\n".join(tensors)}
-
-    def _add(self, targets: list[ReadTarget], finish: Callable[[], None]) -> None:
-        self.targets += targets
-        self.finishes.append(finish)
+        objects = ", ".join(each.name for each in (*self.objects, *self.optimizers))
+        return {"checkpoint": self.stored.digest, "objects": objects, "tensors": "\n".join(tensors)}
 
     def _plan_model(self, section: str, model: Any) -> None:
         found = model_targets(section, model, self.stored, self.group, strict=self.strict, cast=self.cast)
-        self._add(found.targets, found.install)
+        self.targets += found.targets
+        self.install.append(found.install)
         self.skipped += [f"{section}/{name}" for name in found.skipped]
         if found.rest and isinstance(model, nn.Module) and section in self.stored.manifest.values:
-            value = self._whole(self._value(section))
+            names = {full: plain_name(full) for full in model.state_dict()}  # wrappers add to names
+            own = {full: name for full, name in names.items() if name in found.rest}
+            saved = self._whole(self._value(section))
 
-            def load_rest() -> None:
-                rest = {name: each for name, each in value().items() if name in found.rest}
-                model.load_state_dict(rest, strict=False)
+            def by_full_name() -> dict[str, Any]:
+                values = saved()
+                return {full: values[name] for full, name in own.items() if name in values}
 
-            self.finishes.append(load_rest)
+            def current() -> dict[str, Any]:
+                return copy.deepcopy({full: value for full, value in model.state_dict().items() if full in own})
+
+            self.objects.append(Loadable(section, current, partial(model.load_state_dict, strict=False), by_full_name))
 
     def _value(self, section: str) -> Any:
         """Return the saved values of a section, with a `StoredTensor` for each tensor."""
@@ -174,26 +190,38 @@ class _Loading:
             record = self.stored.manifest.tensors[found.name]
             tensors[found.name] = torch.empty(record.shape, dtype=dtype_named(record.dtype))
             self.targets.append(target_of(found.name, record, tensors[found.name], self.group))
-        return lambda: replaced(value, lambda found: found.final(tensors[found.name]))
+        return lambda: final(value, tensors)
 
     def run(self, call: str) -> Any:
-        """Verify and read. All ranks of the group call it."""
-        assert self.reading is not None, "it is planned"
-        reading, shown = self.reading, self.group.index == 0
+        """Verify and read. All ranks of the group call it.
+
+        Values of tensors that held others are copied last: what can fail has been done by then.
+        """
         with OpenFiles(self.stored.folder) as files:
-            for what in (verify, fill):
-                fault = None
-                try:
-                    with ByteProgress(f"{what.__name__}: {call}", reading.size_bytes, shown=shown) as progress:
-                        what(files, reading, progress.add)
-                except Exception as error:  # of the disk, or damage
-                    fault = fault_of(error)
-                agree_or_raise(self.group, call, {}, fault)
-        for finish in self.finishes:
-            finish()
-        if self.skipped and shown:
+            agree_or_raise(self.group, call, {}, self._read(verify, files, call))
+            loads = Loads(self.group, call)
+            loads.load(self.objects)
+            for install in self.install:
+                install()
+            loads.load(self.optimizers)
+            loads.agree(self._read(fill, files, call))
+        if self.skipped and self.group.index == 0:
             warnings.warn(f"{call}: left as they are: {', '.join(self.skipped[:8])}", stacklevel=4)
         return self.extra()
+
+    def _read(
+        self, step: Callable[[OpenFiles, Reading, Callable[[int], None]], None], files: OpenFiles, call: str
+    ) -> CheckpointError | None:
+        """Run `verify` or `fill`; return the error of this rank."""
+        assert self.reading is not None, "it is planned"
+        try:
+            with ByteProgress(
+                f"{step.__name__}: {call}", self.reading.size_bytes, shown=self.group.index == 0
+            ) as progress:
+                step(files, self.reading, progress.add)
+        except Exception as error:  # of the disk, or damage
+            return fault_of(error)
+        return None
 
     def compare(self, model: Any, optimizer: Any) -> None:
         """Compare the fingerprints of what was loaded whole with those in the checkpoint. All ranks call it.
@@ -204,7 +232,7 @@ class _Loading:
         manifest = self.stored.manifest
         if not manifest.fingerprint or self.cast or self.skipped:
             return
-        loaded = collect(self.group, model=model, optimizer=optimizer, rng=False).by_section()
+        loaded = collect(self.group, "load", model=model, optimizer=optimizer, rng=False).by_section()
         names: dict[str, set[str]] = {}
         for name in manifest.tensors:
             names.setdefault(name.partition("/")[0], set()).add(name)
@@ -219,7 +247,3 @@ class _Loading:
                 {"fingerprint": found[differing[0]], "saved": manifest.fingerprint[differing[0]]},
                 "do not train on; report this as an error of the library, with the layouts of both runs",
             )
-
-
-def _load_into(stateful: Any, value: Callable[[], Any]) -> None:
-    stateful.load_state_dict(value())

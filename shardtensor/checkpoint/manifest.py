@@ -7,6 +7,7 @@ checked when it is read.
 from __future__ import annotations
 
 import json
+import math
 import re
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -143,7 +144,7 @@ def _check(manifest: Manifest) -> None:
     def refuse(what: str, name: str) -> NoReturn:
         raise CheckpointError(f'"{NAME}" is damaged: {what}', {"name": name[:200]}, "load an earlier checkpoint")
 
-    if manifest.world < 1 or (manifest.step or 0) < 0:
+    if manifest.world < 1 or (manifest.step or 0) < 0 or not math.isfinite(manifest.saved_at):
         refuse("its numbers are not those of a save", "world, step")
     for name, record in manifest.files.items():
         if not _FILE.fullmatch(name) or not is_size(record.bytes):
@@ -264,5 +265,5 @@ def _strict(kind: type) -> Any:
 
 
 _converter = cattrs.Converter(forbid_extra_keys=True, omit_if_default=True, detailed_validation=False)
-for _kind in (int, str, bool):
+for _kind in (int, float, str, bool):
     _converter.register_structure_hook(_kind, _strict(_kind))

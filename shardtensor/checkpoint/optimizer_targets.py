@@ -12,7 +12,7 @@ from torch import optim
 from shardtensor.checkpoint.contents import inner_class, module_of
 from shardtensor.checkpoint.decoding import StoredTensor, dtype_named, replaced
 from shardtensor.checkpoint.manifest import TensorRecord
-from shardtensor.checkpoint.targets import ReadTarget, target_of
+from shardtensor.checkpoint.targets import ReadTarget, device_to_be, target_of
 from shardtensor.comm.group import Group
 from shardtensor.errors import CheckpointError, LayoutError
 from shardtensor.optim.fqn import is_elementwise, names_in, optim_state_dict_to_load
@@ -33,8 +33,8 @@ def optimizer_targets(
     group: Group,
     *,
     strict: bool,
-) -> tuple[list[ReadTarget], Callable[[], None]]:
-    """Return the tensors to read, and a function that then loads the state.
+) -> tuple[list[ReadTarget], Callable[[], Any]]:
+    """Return the tensors to read, and a function that then returns the state by name, for `load_by_name`.
 
     Raises:
         CheckpointError: the state is that of other parameters, shapes or, if `strict` is set, another class.
@@ -53,6 +53,8 @@ def optimizer_targets(
             fix="pass the model whose parameters() the optimizer was made with",
         )
     own = [[names[id(param)] for param in param_group["params"]] for param_group in optimizer.param_groups]
+    if not strict:
+        saved = _of_these(saved, optimizer, own, aliases)
     try:
         state, _ = match(saved, own, aliases)
     except LayoutError as error:
@@ -76,16 +78,18 @@ def optimizer_targets(
         make = partial(_new, record=records.get(name), stored=stored, targets=targets, group=group)
         filled[name] = {key: replaced(value, make) for key, value in values.items()}
 
-    def load_state() -> None:
-        state_dict = {"state": filled, "param_groups": groups}
-        if module is not None:
-            state_dict = optim_state_dict_to_load(module, optimizer, state_dict, copies=False)
-        if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
-            optimizer.load_state_dict(state_dict, copies=False)
-        else:
-            optimizer.load_state_dict(state_dict)
+    return targets, lambda: {"state": filled, "param_groups": groups}
 
-    return targets, load_state
+
+def load_by_name(optimizer: optim.Optimizer, models: Mapping[str, Any], named: dict[str, Any]) -> None:
+    """Load a state by the names of parameters; its tensors are not used elsewhere. Collective."""
+    module = module_of(models, optimizer)
+    if module is not None:
+        named = optim_state_dict_to_load(module, optimizer, named, copies=False)
+    if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
+        optimizer.load_state_dict(named, copies=False)
+    else:
+        optimizer.load_state_dict(named)
 
 
 def _new(
@@ -99,7 +103,7 @@ def _new(
     parameter's shape, else whole on every rank."""
     saved = stored[found.name]
     dtype = dtype_named(saved.dtype)
-    device = torch.device("cpu") if record is None else record.device
+    device = torch.device("cpu") if record is None else device_to_be(record.param, group)
     if record is None or tuple(record.param.shape) != saved.shape:
         tensor = torch.empty(saved.shape, dtype=dtype, device=device)
     elif is_dtensor(record.param):
@@ -136,24 +140,52 @@ def _in_common(
 ) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
     """Return the state and options of another class that this one has, too.
 
-    State is taken only if all that this class needs is there: Adam's for AdamW, but not SGD's for Adam. What a class
-    needs, a step of one number shows.
+    State is taken only if all that this class needs is there: Adam's for AdamW, but not SGD's for Adam.
     """
+    kept = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")}
+    merged = [{**kept, **{key: value for key, value in each.items() if key in ("params", *kept)}} for each in groups]
+    taken: dict[Any, dict[str, Any]] = {}
+    for group in merged:
+        needed = _state_keys(optimizer, group)
+        for name in group["params"]:
+            if needed <= set(state.get(name, {})):
+                taken[name] = {key: state[name][key] for key in needed}
+    return taken, merged
+
+
+def _state_keys(optimizer: optim.Optimizer, options: Mapping[str, Any]) -> set[str]:
+    """Return the keys of the state that an optimizer's class needs with some options, from a step of one number."""
     inner = getattr(optimizer, "_inner", None) or getattr(optimizer, "optim", None) or optimizer
     probe = torch.zeros((1, 1), requires_grad=True)
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key in optimizer.defaults}
+    known = {key: value for key, value in options.items() if key in optimizer.defaults}
     for key in ("fused", "capturable"):  # they need parameters on GPUs
-        if options.get(key):
-            options[key] = False
-    trial = cast(Any, type(inner))([{"params": [probe], **options}])
+        if known.get(key):
+            known[key] = False
+    trial = cast(Any, type(inner))([{"params": [probe], **known}])
     probe.grad = torch.zeros_like(probe)
     trial.step()
-    needed = set(trial.state[probe])
-    taken = {
-        name: {key: values[key] for key in needed} if needed <= set(values) else {} for name, values in state.items()
-    }
-    known = [
-        {key: value for key, value in each.items() if key in ("params", *optimizer.param_groups[0])} for each in groups
+    return set(trial.state[probe])
+
+
+def _of_these(
+    saved: Mapping[str, Any], optimizer: optim.Optimizer, own: list[list[str]], aliases: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return a saved state without unknown parameters, and with those that are missing in it, without state.
+
+    They get the options of the saved parameters of their group, or keep those that they have.
+    """
+    names = {name for members in own for name in members}
+    groups = [
+        {**each, "params": [aliases.get(n, n) for n in each["params"] if aliases.get(n, n) in names]}
+        for each in saved["param_groups"]
     ]
-    kept = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")}
-    return {name: values for name, values in taken.items() if values}, [{**kept, **each} for each in known]
+    found = {name: each for each in groups for name in each["params"]}
+    for group, members in zip(optimizer.param_groups, own, strict=True):
+        missing = [name for name in members if name not in found]
+        beside = next((found[name] for name in members if name in found), None)
+        if beside is not None:
+            beside["params"] += missing
+        elif missing:
+            groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": missing})
+    state = {name: each for name, each in saved["state"].items() if aliases.get(name, name) in names}
+    return {**saved, "state": state, "param_groups": groups}

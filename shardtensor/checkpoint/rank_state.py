@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from shardtensor.checkpoint.decoding import StoredTensor, decoded, dtype_named, replaced, stored_in
+from shardtensor.checkpoint.decoding import decoded, dtype_named, final, stored_in
+from shardtensor.checkpoint.loadable import Loadable, of_user
 from shardtensor.checkpoint.manifest import TensorRecord, rank_file
-from shardtensor.checkpoint.random_states import set_rng_state
+from shardtensor.checkpoint.random_states import rng_state, set_rng_state
 from shardtensor.checkpoint.stored import Stored
 from shardtensor.checkpoint.targets import ReadTarget
 from shardtensor.checkpoint.tensor_file import DTYPES
@@ -22,8 +23,8 @@ from shardtensor.layout.layout import replicated
 
 def rank_targets(
     stored: Stored, group: Group, loaders: Mapping[str, Any], *, rng: bool
-) -> tuple[list[ReadTarget], Callable[[], None]]:
-    """Return the tensors to read, and a function that then loads the states.
+) -> tuple[list[ReadTarget], list[Loadable]]:
+    """Return the tensors to read, and what is then loaded.
 
     A rank loads its own state. In a world of another size it loads state that was equal on all ranks; random generators
     that were not are left as they are.
@@ -37,13 +38,13 @@ def rank_targets(
     if loaders and not files:
         raise CheckpointError("the checkpoint holds no state of a dataloader", fix="load without dataloader=")
     if not files:
-        return [], lambda: None
+        return [], []
     stored.open_headers([own] if is_same_world else files)
     file = own if is_same_world else files[0]
     values = _values(stored, file)
     others = [] if is_same_world else [_values(stored, name) for name in files]
     targets: list[ReadTarget] = []
-    loads: list[tuple[Callable[[Any], None], Any, dict[str, torch.Tensor]]] = []
+    loads: list[Loadable] = []
     for name, loader in [*loaders.items(), *([("rng", None)] if rng else [])]:
         is_equal = all(each.get(name) == values.get(name) for each in others)
         is_equal = is_equal and _equal_tensors(stored, files, file, name, others)
@@ -66,17 +67,11 @@ def rank_targets(
             tensors[found.name] = torch.empty(entry.shape, dtype=dtype_named(record.dtype))
             layout = replicated(entry.shape, (group.rank,))
             targets.append(ReadTarget(found.name, found.name, record, tensors[found.name], layout, group.rank, True))
-        loads.append((set_rng_state if loader is None else loader.load_state_dict, value, tensors))
-
-    def load_states() -> None:
-        for load, value, tensors in loads:
-            load(replaced(value, partial(_final, tensors)))
-
-    return targets, load_states
-
-
-def _final(tensors: Mapping[str, torch.Tensor], found: StoredTensor) -> Any:
-    return found.final(tensors[found.name])
+        saved = partial(final, value, tensors)
+        loads.append(
+            Loadable(name, rng_state, set_rng_state, saved) if loader is None else of_user(name, loader, saved)
+        )
+    return targets, loads
 
 
 def _values(stored: Stored, file: str) -> dict[str, Any]:

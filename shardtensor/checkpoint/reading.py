@@ -32,7 +32,7 @@ from shardtensor.checkpoint.stored import Stored
 from shardtensor.checkpoint.targets import ReadTarget
 from shardtensor.errors import CheckpointError
 
-_PIECE_BYTES = 256 << 10  # stays in the cache of a core between the read and the checksum
+_PIECE_BYTES = 1 << 20  # stays in the cache of a core between the read and the checksum
 
 
 @attrs.define
@@ -68,7 +68,7 @@ class Reading:
         indirect: list[tuple[torch.Tensor, int]] = []
         for i, t in enumerate(targets):
             local, dtype = t.local, dtype_named(t.record.dtype)
-            is_direct = local.is_contiguous() and local.dtype == dtype
+            is_direct = local.is_contiguous() and local.dtype == dtype and not (local.is_conj() or local.is_neg())
             if not is_direct:
                 indirect.append((local, i))
                 local = local.new_empty(local.shape, dtype=dtype) if local.numel() else local

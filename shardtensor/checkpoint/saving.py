@@ -16,20 +16,19 @@ from threading import Thread
 from typing import Any
 
 import attrs
-from xxhash import xxh3_64_hexdigest
 
 from shardtensor.checkpoint.checksums import fingerprints
-from shardtensor.checkpoint.contents import Contents, collect, config_texts, fault_of, models_of
+from shardtensor.checkpoint.contents import Contents, collect, config_texts, models_of
 from shardtensor.checkpoint.exchange import to_owners
 from shardtensor.checkpoint.files import files_and_records, index_texts, plan_files, writes_its_part
 from shardtensor.checkpoint.folders import OLD, PARTIAL, FolderProbe, checkpoints_like, sort_key
 from shardtensor.checkpoint.manifest import NAME, FileRecord, Manifest
 from shardtensor.checkpoint.progress import ByteProgress
 from shardtensor.checkpoint.storage import Folder
-from shardtensor.checkpoint.together import agree_or_raise
+from shardtensor.checkpoint.together import agree_or_raise, fault_of
 from shardtensor.checkpoint.writing import HostMemory, NewFile, write_files
 from shardtensor.comm.group import Group
-from shardtensor.comm.process_group import as_group, release_before_groups
+from shardtensor.comm.process_group import as_group, release_before_groups, simulated
 from shardtensor.errors import CheckpointError
 from shardtensor.version import __version__
 
@@ -97,7 +96,7 @@ def save(
     group = as_group(process_group)
     arguments = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": dataloader}
     options = {"extra": extra, "step": step, "rng": rng, "layout": layout, "keep_last": keep_last}
-    job = _prepare(path, group, arguments, **options, fingerprint=fingerprint, copies_all=False)
+    job = _prepare(path, group, arguments, **options, fingerprint=fingerprint, memory=_host_memory(), copies_all=False)
     job.finish(group)
 
 
@@ -124,7 +123,7 @@ def async_save(path: str | os.PathLike[str], **arguments: Any) -> Saving:
     options = {"extra": None, "step": None, "rng": True, "layout": "whole"} | arguments
     group = as_group(options.pop("process_group", None))
     objects = {name: options.pop(name, None) for name in ("model", "optimizer", "scheduler", "dataloader")}
-    job = _prepare(path, group, objects, **options, copies_all=True)
+    job = _prepare(path, group, objects, **options, memory=_host_memory(), copies_all=True)
     other = group.for_other_thread()  # None for ranks that are threads of one process
     return Saving(partial(job.finish, other or group), in_thread=other is not None)
 
@@ -173,6 +172,13 @@ class Saving:
 
 
 _memory = HostMemory()
+
+
+def _host_memory() -> HostMemory:
+    """Return the memory that all saves of this rank use; simulated ranks, which are threads, have one for each save."""
+    return _memory if simulated.get() is None else HostMemory()
+
+
 _current: Saving | None = None
 
 
@@ -213,8 +219,8 @@ class _Job:
             total = sum(file.size_bytes for file in self.files)
             with ByteProgress(call, total, shown=group.index == 0) as progress:
                 written = write_files(self.partial, self.files, progress.add)
-        except OSError as error:
-            fault = _disk_fault(self.partial, error)
+        except Exception as error:  # on one rank: the others raise it, too
+            fault = _disk_fault(self.partial, error) if isinstance(error, OSError) else fault_of(error)
         reports = group.exchange_objects({name: attrs.astuple(record) for name, record in written.items()})
         try:
             agree_or_raise(group, call, {}, fault)
@@ -222,8 +228,8 @@ class _Job:
             try:
                 if group.index == 0:
                     self._commit({name: FileRecord(*each) for report in reports for name, each in report.items()})
-            except OSError as error:
-                fault = _disk_fault(self.partial, error)
+            except Exception as error:
+                fault = _disk_fault(self.partial, error) if isinstance(error, OSError) else fault_of(error)
             agree_or_raise(group, call, {}, fault)
         except CheckpointError:
             if group.index == 0:
@@ -271,26 +277,24 @@ def _prepare(
     layout: str,
     keep_last: int | None = None,
     fingerprint: bool | None = None,
+    memory: HostMemory,
     copies_all: bool,
 ) -> _Job:
     """Read the values to save, compare them between ranks, exchange whole tensors, and make the folder."""
     call = f'save("{os.fspath(path)}")'
-    fault = None
-    made, folder = Contents(), None
+    folder, fault = None, None
     try:
         _check_options(layout, keep_last, step)
         folder = Folder(path)
-        made = collect(group, **arguments, extra=extra, rng=rng)
-    except Exception as error:  # fsspec raises any; an error on one rank must reach the others
+    except Exception as error:  # fsspec raises any
         fault = fault_of(error)
-    planned = plan_files(made, layout, group.size)
-    own = [each.item for each in planned if writes_its_part(each, group)]
-    copies, copied = _memory.copies([*own, *made.own_items.values()], of_all=copies_all)  # the host does the rest
-    is_printed = _wants_fingerprint(made, fingerprint)
-    options = {"path": os.fspath(path), "layout": layout, "step": str(step), "keep_last": str(keep_last)}
-    options["fingerprint"] = str(is_printed)
-    agree_or_raise(group, call, options | _outline(made), fault)
+    facts = {"path": os.fspath(path), "layout": layout, "step": str(step), "keep_last": str(keep_last)}
+    facts["fingerprint"] = str(fingerprint)
+    made = collect(group, call, **arguments, extra=extra, rng=rng, facts=facts, fault=fault)
     assert folder is not None
+    planned = plan_files(made, layout, group.ranks)
+    own = [each.item for each in planned if writes_its_part(each, group)]
+    copies, copied = memory.copies([*own, *made.own_items.values()], of_all=copies_all)  # the host does the rest
     job = _Job(folder, config_texts(models_of(arguments["model"])) | index_texts(planned), keep_last, copied)
     FolderProbe(job.partial, folder).make(group, call)
     job.files, records = files_and_records(made, planned, to_owners(planned, group), copies, group)
@@ -302,7 +306,7 @@ def _prepare(
         tensors=records,
         aliases=made.aliases,
         values=made.values,
-        fingerprint=fingerprints(made.by_section(), group) if is_printed else {},
+        fingerprint=fingerprints(made.by_section(), group) if _wants_fingerprint(made, fingerprint) else {},
     )
     return job
 
@@ -322,28 +326,6 @@ def _check_options(layout: str, keep_last: int | None, step: int | None) -> None
         raise CheckpointError(f"keep_last={keep_last} would remove the checkpoint itself", fix="keep one at least")
     if step is not None and (type(step) is not int or step < 0):
         raise CheckpointError(f"step={step!r} is not the number of a step", fix="pass an int, 0 or larger")
-
-
-def _outline(made: Contents) -> dict[str, str]:
-    """Return what must be equal on every rank: each tensor's shape, dtype and layout, and the other values."""
-    facts = {
-        f'tensor "{name}"': f"{' x '.join(map(str, item.shape)) or 'scalar'} {item.dtype} {item.layout}"
-        for name, item in made.items.items()
-    }
-    for name, value in made.values.items():
-        text = repr(_keys(value) if name == "extra" else value)
-        facts[f"values of {name}"] = (
-            text if len(text) < 200 else f"{text[:160]}... (#{xxh3_64_hexdigest(text.encode())})"
-        )
-    facts["values of each rank"] = ", ".join(made.own_values)
-    return facts
-
-
-def _keys(value: Any) -> Any:
-    """Return the keys of nested dicts, without values."""
-    if isinstance(value, dict):
-        return {key: _keys(item) for key, item in value.items()}
-    return None
 
 
 def _remove_older(folder: Folder, keep: int) -> None:

@@ -100,8 +100,13 @@ class Folder:
         return OpenFile(self, name)
 
     def make(self) -> None:
-        """Make the folder, if it is not there."""
+        """Make the folder, if it is not there, and wait until the names of new folders above it are on the disk."""
+        new = [self.root]
+        while self.is_local and not os.path.exists(new[-1]):
+            new.append(posixpath.dirname(new[-1]) or ".")
         self.fs.makedirs(self.root, exist_ok=True)
+        for path in new[2:]:
+            _sync_folder(path)
 
     def write(self, name: str, parts: Sequence[Buffer], progress: Callable[[int], None] = lambda count: None) -> None:
         """Write a file that consists of `parts`, and wait until it is on the disk.

@@ -10,7 +10,8 @@ import attrs
 import torch
 from torch import nn
 
-from shardtensor.checkpoint.contents import dtype_name, state_tensors
+from shardtensor.checkpoint.contents import state_tensors
+from shardtensor.checkpoint.items import dtype_name
 from shardtensor.checkpoint.manifest import TensorRecord
 from shardtensor.checkpoint.reads import key_in
 from shardtensor.checkpoint.stored import Stored
@@ -21,7 +22,7 @@ from shardtensor.parallel.memory import put_in_place, with_memory
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.dtensor import from_dtensor
 from shardtensor.tensor.placing import device_for
-from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 _SHOWN = 8
 
@@ -45,6 +46,12 @@ def target_of(
 ) -> ReadTarget:
     """Return the target for a sharded or plain tensor that has memory."""
     key = key_in(record, name)
+    if any(
+        stride == 0 and size > 1 for stride, size in zip(local_of(tensor).stride(), local_of(tensor).shape, strict=True)
+    ):
+        raise CheckpointError(
+            f'elements of tensor "{name}" share memory: nothing can be loaded into it', fix="load into a clone() of it"
+        )
     if is_dtensor(tensor):
         tensor = from_dtensor(tensor.detach())
     if isinstance(tensor, ShardedTensor):
@@ -140,8 +147,7 @@ def _with_memory(
     if not isinstance(model, nn.Module):
         raise CheckpointError("tensors of a state dict are on the meta device: nothing can be loaded into them")
     _refuse_what_stays_on_meta(model, on_meta)
-    like = torch.device("cuda", torch.cuda.current_device()) if group.device_type == "cuda" else torch.device("cpu")
-    new = {name: with_memory(tensor, _device(tensor, like)) for name, tensor in on_meta.items()}
+    new = {name: with_memory(tensor, device_to_be(tensor, group)) for name, tensor in on_meta.items()}
 
     def install() -> None:
         for name, tensor in on_meta.items():
@@ -156,7 +162,11 @@ def _with_memory(
     return {**tensors, **new}, install
 
 
-def _device(tensor: torch.Tensor, like: torch.device) -> torch.device:
+def device_to_be(tensor: torch.Tensor, group: Group) -> torch.device:
+    """Return the device of a tensor; of one on the meta device, that which it gets when it is loaded."""
+    if not tensor.is_meta:
+        return tensor.device
+    like = torch.device("cuda", torch.cuda.current_device()) if group.device_type == "cuda" else torch.device("cpu")
     return device_for(tensor.sharding_spec(), tensor._group, like) if isinstance(tensor, ShardedTensor) else like
 
 

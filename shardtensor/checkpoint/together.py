@@ -20,3 +20,12 @@ def agree_or_raise(group: Group, call: str, facts: Mapping[str, str], fault: Sha
         agree(group, short if "path" in facts else call, facts, fault)
     except DisagreementError as error:
         raise CheckpointError(error.fault.replace("nothing was moved", "nothing was done"), dict(error.rows)) from None
+
+
+def fault_of(error: Exception) -> CheckpointError:
+    """Return an error as one that all ranks can raise."""
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, ShardTensorError):
+        return CheckpointError(error.fault, dict(error.rows))
+    return CheckpointError(f"{type(error).__name__}: {error}")

@@ -38,8 +38,10 @@ def encode(value: Any, path: str, replace: Replace, depth: int = 0) -> Any:
         return encode(item, f"{path}/{key}", replace, depth + 1)
 
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, str):
         return value
+    if kind is int:
+        return value if -(1 << 63) <= value < 1 << 64 else {"$int": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if kind is list:
@@ -51,8 +53,10 @@ def encode(value: Any, path: str, replace: Replace, depth: int = 0) -> Any:
         return {tag: [[inner(key, "key"), inner(item, key)] for key, item in value.items()]}
     if isinstance(value, tuple):
         return {"$tuple": [inner(item, i) for i, item in enumerate(value)]}
-    if kind in (set, frozenset, deque):
-        return {"$set" if kind is not deque else "$deque": [inner(item, i) for i, item in enumerate(value)]}
+    if kind in (set, frozenset):  # in an order that all ranks have
+        return {f"${kind.__name__}": sorted((inner(item, "item") for item in value), key=repr)}
+    if kind is deque:
+        return {"$deque": [inner(item, i) for i, item in enumerate(value)]}
     if kind in (bytes, bytearray):
         return {"$bytes": base64.b64encode(value).decode()}
     if kind is complex:
@@ -88,13 +92,13 @@ def decode(value: Any, tensor: Callable[[str, Any], Any]) -> Any:
         return _decoded(tag, content, tensor)
     except CheckpointError:
         raise
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError) as error:
         shown = json.dumps(value)[:80]
         raise CheckpointError("a value of the checkpoint cannot be read", {"value": shown, "why": error}) from None
 
 
 def _decoded(tag: str, content: Any, tensor: Callable[[str, Any], Any]) -> Any:
-    makers: dict[str, Callable[[Any], Any]] = {"$tuple": tuple, "$set": set, "$deque": deque}
+    makers: dict[str, Callable[[Any], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset, "$deque": deque}
     if tag in makers:
         return makers[tag](decode(item, tensor) for item in content)
     if tag in ("$dict", "$counter"):
@@ -102,6 +106,8 @@ def _decoded(tag: str, content: Any, tensor: Callable[[str, Any], Any]) -> Any:
         return dict(pairs) if tag == "$dict" else Counter(dict(pairs))
     if tag == "$float":
         return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[content]
+    if tag == "$int":
+        return int(content, 16)
     if tag == "$bytes":
         return base64.b64decode(content, validate=True)
     if tag == "$complex":

@@ -11,7 +11,7 @@ import attrs
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from shardtensor.checkpoint.contents import Item
+from shardtensor.checkpoint.items import Item
 from shardtensor.checkpoint.manifest import FileRecord
 from shardtensor.checkpoint.storage import THREADS, Folder, bytes_view
 from shardtensor.checkpoint.tensor_file import BLOCK_BYTES, make_header

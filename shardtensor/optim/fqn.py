@@ -140,7 +140,8 @@ def optim_state_dict_to_load(
                     key: copied_value(x, records[name], key, new, copies=copies) for key, x in values.items()
                 }
         kept = {key: group[key] for key in ("param_names",) if key in group}
-        groups.append({**new, **kept, "params": [keys[name] for name in members]})
+        options_of = new or {key: value for key, value in group.items() if key != "params"}  # an empty group, not saved
+        groups.append({**options_of, **kept, "params": [keys[name] for name in members]})
     return {"state": taken | found, "param_groups": groups}
 
 

@@ -49,7 +49,7 @@ def test_all_tensors_that_were_saved_are_listed(tmp_path, size, layout):
     found = st.inspect(path)
     assert {x.name: (x.shape, x.dtype, x.bytes) for x in found.tensors} == want
     assert (found.kind, found.step, found.world) == ("shardtensor", 7, size)
-    assert found.values == ("optimizer", "extra")
+    assert sorted(found.values) == ["extra", "optimizer"]
     assert found.bytes == sum(size for *_, size in want.values())
     there = {str(file.relative_to(path)) for file in Path(path).rglob("*.safetensors")}
     assert {file for x in found.tensors for file in x.files} == there
@@ -124,11 +124,11 @@ def test_every_damaged_byte_is_found(folder):
 
 
 def test_damage_names_the_tensor(folder):
-    row = next(x for x in st.inspect(folder).tensors if x.name == "model/2.weight")
+    row = max((x for x in st.inspect(folder).tensors if x.name.startswith("model/")), key=lambda x: (x.files, x.name))
     path = Path(folder, row.files[0])
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(st.CheckpointError, match=rf'"{row.files[0]}" is damaged: the values of "model/2.weight"'):
+    with pytest.raises(st.CheckpointError, match=rf'"{row.files[0]}" is damaged: the values of "{row.name}"'):
         verify_files(folder)
 
 

@@ -47,7 +47,7 @@ def text() -> str:
         tensors[f"model/{name}"] = TensorRecord(shape, "bfloat16", **where)
         for key in ("exp_avg", "exp_avg_sq"):
             tensors[f"optimizer/{name}/{key}"] = TensorRecord(shape, "float32", **where)
-    files = {rank_file(rank, WORLD): FileRecord(1000, "0" * 16) for rank in range(WORLD)}
+    files = {rank_file(rank, WORLD): FileRecord(1 << 40, "0" * 16) for rank in range(WORLD)}
     return Manifest(world=WORLD, tensors=tensors, files=files).to_text()
 
 

@@ -1,0 +1,72 @@
+"""The tensors of a checkpoint, each with its layout and this rank's local tensor."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import torch
+
+from shardtensor.checkpoint.tensor_file import ITEM_BYTES
+from shardtensor.comm.group import Group
+from shardtensor.errors import CheckpointError
+from shardtensor.layout.layout import Layout, replicated
+from shardtensor.tensor.dispatch import is_dtensor
+from shardtensor.tensor.dtensor import from_dtensor
+from shardtensor.tensor.sharded_tensor import ShardedTensor
+
+
+@attrs.frozen(eq=False)
+class Item:
+    """A tensor of a checkpoint: its name, its layout, and this rank's local tensor. If ranks may hold other values
+    under one name, as statistics of batches, those of the first rank count (`is_of_first`)."""
+
+    name: str
+    local: torch.Tensor
+    layout: Layout
+    is_of_first: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> str:
+        return dtype_name(self.local.dtype)
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of the whole tensor."""
+        return math.prod(self.shape) * self.local.element_size()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def item_of(name: str, tensor: torch.Tensor, group: Group | None, *, is_of_first: bool = False) -> Item:
+    """Return the item of a tensor; a plain one is replicated on the ranks of `group`, or a rank's own without one.
+
+    Raises:
+        CheckpointError: it is a partial sum, on the meta device, sparse, or of a dtype that files do not hold.
+    """
+    if is_dtensor(tensor):
+        tensor = from_dtensor(tensor.detach())
+    if isinstance(tensor, ShardedTensor):
+        local, layout = tensor._local, tensor._layout
+    else:
+        local, layout = tensor, replicated(tuple(tensor.shape), range(1) if group is None else group.ranks)
+    fault = None
+    if layout.partial:
+        fault = "is a partial sum", "reduce it first: st.reshard(tensor, spec) with a spec that is not partial"
+    elif local.is_meta:
+        fault = "is on the meta device, without values", "call st.materialize(model) first"
+    elif local.layout != torch.strided or local.is_quantized:
+        fault = "is quantized" if local.is_quantized else f"is {local.layout}", "save its dense parts"
+    elif dtype_name(local.dtype) not in ITEM_BYTES:
+        fault = f"has dtype {local.dtype}", "save it as another dtype"
+    if fault is not None:
+        raise CheckpointError(f'tensor "{name}" {fault[0]}: a checkpoint does not hold it', fix=fault[1])
+    local = local.detach().resolve_conj().resolve_neg()
+    return Item(name, local, layout, is_of_first and not isinstance(tensor, ShardedTensor))
