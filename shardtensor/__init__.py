@@ -12,6 +12,7 @@ from shardtensor.imports import when_imported
 from shardtensor.version import __version__
 
 if TYPE_CHECKING:
+    from shardtensor import checkpoint as checkpoint
     from shardtensor.compat import api as api
     from shardtensor.compat import metadata as metadata
     from shardtensor.compat import sharded_optim as sharded_optim
@@ -143,7 +144,7 @@ _UPSTREAM = {
 }
 """Names that torch's own code spells with an underscore."""
 
-_MODULES = frozenset("api metadata sharded_optim sharded_tensor sharder sharding_plan sharding_spec".split())
+_MODULES = frozenset("api checkpoint metadata sharded_optim sharded_tensor sharder sharding_plan sharding_spec".split())
 """Submodules that are available without an import of their own, as in ``torch.distributed._shard``."""
 
 _PURE = ("errors", "mesh", "plan", "spec")

@@ -16,7 +16,7 @@ from shardtensor.tensor.dispatch import HANDLERS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS, MODULES, FLOWS, LAYER, SHARDED, PLANS, ZERO = PROGRAMS
+MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS, MODULES, FLOWS, LAYER, SHARDED, PLANS, ZERO, SAVED = PROGRAMS
 
 
 def _run(program: str) -> dict:
@@ -246,3 +246,13 @@ def test_code_for_torchs_module_finds_its_names_here():
 @pytest.mark.parametrize("options", re.findall(r"`shardtensor ((?:demo|ops|check|plan|show|import|fmt)[^`]*)`", README))
 def test_every_command_has_these_options(options):
     assert _parser().parse_args(options.split()).command == options.split()[0]
+
+
+def run_is_saved(folder: str) -> tuple:
+    names = _run(SAVED.replace('"run', f'"{folder}/run'))
+    return names["extra"], names["resumed"].param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_run_is_saved_and_resumed(world, tmp_path, size):
+    assert world(run_is_saved, size, folder=str(tmp_path)) == [({"epoch": 3}, 1e-3)] * size

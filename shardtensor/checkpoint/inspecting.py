@@ -101,7 +101,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspected:
         >>> folder = tempfile.mkdtemp() + "/step-1"
         >>> st.save(folder, model=torch.nn.Linear(4, 2), step=1)
         >>> [(x.name, x.shape, x.bytes, x.layout) for x in st.inspect(folder).tensors]
-        [('model/weight', (2, 4), 32, 'whole'), ('model/bias', (2,), 8, 'whole')]
+        [('model/bias', (2,), 8, 'whole'), ('model/weight', (2, 4), 32, 'whole')]
     """
     stored = open_checkpoint(path)
     manifest = stored.manifest

@@ -16,7 +16,7 @@ import attrs
 import cattrs
 from xxhash import xxh3_128_hexdigest
 
-from shardtensor.checkpoint.tensor_file import ITEM_BYTES, bytes_of, is_size
+from shardtensor.checkpoint.tensor_file import ITEM_BYTES, is_size, size_in_file
 from shardtensor.errors import CheckpointError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.cutting import axis_form
@@ -152,7 +152,7 @@ def _check(manifest: Manifest) -> None:
     own_files = [record.bytes for name, record in manifest.files.items() if name.startswith("state/")]
     left = {"": sum(own_files)} | {name: record.bytes for name, record in manifest.files.items()}
     for name, tensor in manifest.tensors.items():
-        size = bytes_of(tensor.shape, tensor.dtype) if tensor.dtype in ITEM_BYTES else None
+        size = size_in_file(tensor.shape, tensor.dtype) if tensor.dtype in ITEM_BYTES else None
         if size is None or not is_size(tensor.copy):
             refuse("a tensor has no legal dtype or shape", name)
         if bool(tensor.file) == bool(tensor.spec) or tensor.file not in left:

@@ -134,7 +134,7 @@ def _entry(value: Any, data: int, sums: Any) -> Entry:
     shape, (start, stop) = tuple(value["shape"]), value["data_offsets"]
     if set(value) != {"dtype", "shape", "data_offsets"} or not all(map(is_size, (start, stop))):
         raise ValueError("an entry is not dtype, shape and data_offsets")
-    if stop - start != bytes_of(shape, DTYPES[value["dtype"]]):
+    if stop - start != size_in_file(shape, DTYPES[value["dtype"]]):
         raise ValueError("an entry has another size than its shape and dtype")
     entry = Entry(value["dtype"], shape, data + start, data + stop)
     if sums is None:
@@ -149,11 +149,11 @@ def is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def bytes_of(shape: Sequence[object], dtype: str) -> int | None:
+def size_in_file(shape: Sequence[object], dtype: str) -> int | None:
     """Return the bytes of a tensor whose shape comes from a JSON text; None if no tensor is of that shape.
 
     Example:
-        >>> bytes_of([2, 3], "float32"), bytes_of([2, -3], "float32"), bytes_of([1 << 62, 1 << 62], "uint8")
+        >>> size_in_file([2, 3], "float32"), size_in_file([2, -3], "float32"), size_in_file([1 << 62, 1 << 62], "uint8")
         (24, None, None)
     """
     if not all(map(is_size, shape)):

@@ -21,7 +21,7 @@ from small_run import Run
 import shardtensor as st
 from shardtensor.checkpoint.decoding import decoded
 from shardtensor.checkpoint.manifest import read_manifest
-from shardtensor.checkpoint.tensor_file import bytes_of, read_header
+from shardtensor.checkpoint.tensor_file import read_header, size_in_file
 from shardtensor.sim.simulate import simulate
 
 COUNT = 10_000 if FULL else 1500
@@ -155,10 +155,12 @@ def test_values_that_nothing_encodes_to_are_refused(value):
 
 
 def test_bytes_of_a_shape_are_counted_without_large_numbers():
-    assert bytes_of((), "float32") == 4
-    assert bytes_of((1 << 62, 1 << 62, 0), "float64") == 0
-    assert bytes_of((1 << 60,), "float64") is None
-    assert bytes_of((2.0, 3), "float32") is bytes_of(("2",), "float32") is bytes_of((-1, 0), "float32") is None
+    assert size_in_file((), "float32") == 4
+    assert size_in_file((1 << 62, 1 << 62, 0), "float64") == 0
+    assert size_in_file((1 << 60,), "float64") is None
+    assert (
+        size_in_file((2.0, 3), "float32") is size_in_file(("2",), "float32") is size_in_file((-1, 0), "float32") is None
+    )
 
 
 @pytest.mark.parametrize(

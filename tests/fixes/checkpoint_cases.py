@@ -239,9 +239,33 @@ def of_other_shape(width: int, **options: Any) -> None:
     loads(path, model=nn.Sequential(nn.Linear(width, 4)), **options)
 
 
+def of_another_scheduler(make: Callable[[optim.Optimizer], Any]) -> None:
+    optimizer = optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    path = saved("scheduler", scheduler=optim.lr_scheduler.StepLR(optimizer, 2))
+    loads(path, scheduler=make(optimizer))
+
+
+def into_expanded(cloned: bool) -> None:
+    path = saved("expanded", model={"x": torch.ones(3)})
+    target = torch.zeros(1).expand(3)
+    loads(path, model={"x": target.clone() if cloned else target})
+
+
 CASES: dict[str, Case] = {
+    "an object of another class": Case(
+        lambda: of_another_scheduler(lambda optimizer: optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
+        {
+            "load it into an object of the class that was saved": lambda: of_another_scheduler(
+                lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 2)
+            )
+        },
+    ),
+    "elements that share memory": Case(
+        lambda: into_expanded(False), {"load into a clone() of it": lambda: into_expanded(True)}
+    ),
     "a key that is no name of a file": Case(
-        lambda: save_any(model={"a/b": linear()}), {"use letters and digits": lambda: save_any(model={"ab": linear()})}
+        lambda: save_any(model={"a/b": linear()}),
+        {'use letters a to z and digits, and not "state"': lambda: save_any(model={"ab": linear()})},
     ),
     "a partial sum": Case(
         lambda: sum_of(False),
