@@ -40,7 +40,7 @@ from decoder import Decoder, Size
 from ranks import spawn, wait
 from report import write
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,7 +57,7 @@ def sized(args: argparse.Namespace) -> Size:
     return Size(layers=args.layers, width=args.width, hidden=4 * args.width, vocabulary=8192, sequence=args.sequence)
 
 
-# -- a model and its optimizer, by each way -------------------------------------------------------------------------------
+# -- a model and its optimizer, by each way ----------------------------------------------------------------------------
 
 
 def ours(device: torch.device, size: Size) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -94,7 +94,7 @@ def filled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-# -- saves and loads ------------------------------------------------------------------------------------------------------
+# -- saves and loads ---------------------------------------------------------------------------------------------------
 
 
 def dcp_save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -180,7 +180,7 @@ def _memory(size: int) -> bytearray:
     return _source
 
 
-# -- the measurement ------------------------------------------------------------------------------------------------------
+# -- the measurement ---------------------------------------------------------------------------------------------------
 
 
 @attrs.define
@@ -295,7 +295,7 @@ def loads(bench: Bench) -> None:
         raw = best("raw", lambda: (), lambda: raw_read(folder / "raw", bench.bytes, device))
         bench.row(f"load, {temperature}", "bare reads into new memory", raw, raw)
         memory = torch.zeros(bench.bytes, dtype=torch.uint8, device=device)
-        took = best("raw", lambda: (), lambda: raw_read(folder / "raw", bench.bytes, device, memory))  # noqa: B023
+        took = best("raw", lambda memory=memory: (memory,), partial(raw_read, folder / "raw", bench.bytes, device))
         bench.row(f"load, {temperature}", "bare reads into old memory", took, raw)
         del memory
         for layout in ("as is", "whole"):
@@ -332,7 +332,7 @@ def asynchronous(bench: Bench, mine: Trained, peer: Trained) -> None:
     own_group = dist.new_group(backend="gloo")  # its thread and the steps may not share one
     on_gpu = device.type == "cuda"
     kind = AsyncCheckpointerType.PROCESS if on_gpu else AsyncCheckpointerType.THREAD
-    stager = DefaultStager(StagingOptions(on_gpu, on_gpu, False, False))  # page-locked memory, shared with the process
+    stager = BlockingAsyncStager(cache_staged_state_dict=True)  # host memory that is kept; on a GPU page-locked
 
     def save_ours(path: Path) -> Any:
         return st.async_save(path, model=mine[0], optimizer=mine[1], rng=False, layout="as is", fingerprint=False)
@@ -373,7 +373,7 @@ def asynchronous(bench: Bench, mine: Trained, peer: Trained) -> None:
         bench.row("async, lost in 3 steps", way, max(lost, 1e-4), bare)
 
 
-# -- what three ranks have saved ------------------------------------------------------------------------------------------
+# -- what three ranks have saved ------------------------------------------------------------------------------------
 
 
 def _prepare(rank: int, port: int, args: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 _NAMES = frozenset("async_save fingerprint inspect latest load reshard_module save CheckpointError".split())
@@ -12,7 +13,5 @@ _NAMES = frozenset("async_save fingerprint inspect latest load reshard_module sa
 
 def __getattr__(name: str) -> Any:
     if name in _NAMES:  # the pure modules of this folder do without torch
-        import shardtensor
-
-        return getattr(shardtensor, name)
+        return getattr(importlib.import_module("shardtensor"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -64,9 +64,11 @@ class Place(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """Elements that a rank needs and a file holds: the rank whose file it is (None: the file of a whole tensor)."""
+    """Elements that a rank needs and a file holds: the rank whose file it is (None: the file of a whole tensor), and
+    how many elements of the tensor are in that file."""
 
     holder: int | None
+    held: int
     sizes: Shape
     source: Place
     target: Place
@@ -145,11 +147,10 @@ def copies_of(
         CheckpointError: a file does not hold what it should.
     """
     item = ITEM_BYTES[record.dtype]
-    for holder, sizes, source, place in overlaps(_source(record), record.copy, target, rank):
+    for holder, held, sizes, source, place in overlaps(_source(record), record.copy, target, rank):
         file = _file(record, holder, world)
         entry = files[file].entries.get(key)
-        numel = math.prod(record.shape) if holder is None else record.layout.numel(holder)
-        is_right = entry is not None and entry.stop - entry.start == numel * item
+        is_right = entry is not None and entry.stop - entry.start == held * item
         if entry is None or not is_right or DTYPES[entry.format] not in (record.dtype, "uint8"):
             which = "another" if entry else "no"
             raise CheckpointError(
@@ -214,19 +215,19 @@ def overlaps(source: Layout | Shape, copy: int, target: Layout, rank: int) -> tu
     for box, goal in zip(target.boxes(rank), box_places(target, rank), strict=True):
         if not box.numel:
             continue
-        held: list[tuple[int | None, Box, Place]]
+        parts: list[tuple[int | None, int, Box, Place]]
         if isinstance(source, Layout):
-            held = [
-                (holder, *pair)
+            parts = [
+                (holder, source.numel(holder), *pair)
                 for holder in holders(source, box, copy)
                 for pair in zip(source.boxes(holder), box_places(source, holder), strict=True)
             ]
         else:
-            held = [(None, whole(source), Place(0, source, (0,) * len(source)))]
-        for holder, other, place in held:
+            parts = [(None, math.prod(source), whole(source), Place(0, source, (0,) * len(source)))]
+        for holder, held, other, place in parts:
             both = box.overlap(other)
             if both is not None:
-                found.append(Overlap(holder, both.sizes, _within(both, other, place), _within(both, box, goal)))
+                found.append(Overlap(holder, held, both.sizes, _within(both, other, place), _within(both, box, goal)))
     return tuple(found)
 
 

@@ -71,12 +71,12 @@ def record_again(folder: Path, file: str) -> None:
     path.write_text(with_checksum(json.dumps(table)))
 
 
-def flips(folder: Path, count: int | None, seed: int = 0) -> Iterator[Damage]:
-    """Yield damages of one bit each: `count` in every file, or one in every byte."""
+def flips(folder: Path, count: int, seed: int = 0) -> Iterator[Damage]:
+    """Yield damages of one bit each, in `count` bytes of every file, or in all if it has fewer."""
     generator = random.Random(seed)
     for file in files_of(folder):
         data = (folder / file).read_bytes()
-        places = range(len(data)) if count is None else sorted(generator.sample(range(len(data)), count))
+        places = sorted(generator.sample(range(len(data)), min(count, len(data))))
         for at in places:
             bit = 1 << generator.randrange(8)
             tensor = "" if file == MANIFEST else tensor_at(data, at)

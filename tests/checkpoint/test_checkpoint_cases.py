@@ -231,8 +231,7 @@ def other_order(path: str, call: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("call", "layout"),
     [
-        "save",
-        "whole",
+        ("save", "whole"),
         ("save", "as is"),
         ("load", "whole"),
     ],

@@ -109,7 +109,7 @@ def with_an_empty_group(path: str, saved: bool, loaded: bool) -> None:
     assert [group["lr"] for group in its.param_groups][2:] == [7.0] * loaded
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(True, True), (True, False), False, True])
+@pytest.mark.parametrize(("saved", "loaded"), [(True, True), (True, False), (False, True)])
 def test_a_group_without_parameters(world, tmp_path, saved, loaded):
     world(with_an_empty_group, 2, path=str(tmp_path / "c"), saved=saved, loaded=loaded)
 

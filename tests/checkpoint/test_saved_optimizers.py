@@ -144,7 +144,7 @@ def assert_state(found: dict[str, Any], want: dict[str, Any], keys: tuple[str, .
 @pytest.mark.parametrize("way", ["plain", "our rows", "ZeRO"])
 @pytest.mark.parametrize(
     ("saved", "here"),
-    ["Adam", "AdamW", ("RAdam", "AdamW"), ("SGD", "AdamW"), ("AdamW", "SGD")],
+    [("Adam", "AdamW"), ("RAdam", "AdamW"), ("SGD", "AdamW"), ("AdamW", "SGD")],
 )
 def test_state_of_another_class_needs_strict_false(world, tmp_path, saved, here, way):
     world(another_class, 2, path=str(tmp_path / "c"), saved=saved, here=here, way=way)
