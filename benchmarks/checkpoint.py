@@ -332,7 +332,7 @@ def asynchronous(bench: Bench, mine: Trained, peer: Trained) -> None:
     own_group = dist.new_group(backend="gloo")  # its thread and the steps may not share one
     on_gpu = device.type == "cuda"
     kind = AsyncCheckpointerType.PROCESS if on_gpu else AsyncCheckpointerType.THREAD
-    stager = BlockingAsyncStager(cache_staged_state_dict=True)  # host memory that is kept; on a GPU page-locked
+    stager = BlockingAsyncStager(cache_staged_state_dict=on_gpu)  # page-locked memory that is kept and shared
 
     def save_ours(path: Path) -> Any:
         return st.async_save(path, model=mine[0], optimizer=mine[1], rng=False, layout="as is", fingerprint=False)
