@@ -88,52 +88,54 @@ def settled(folder: Folder) -> Folder:
     return old if folder.is_local and not folder.has() and old.has(NAME) else folder
 
 
-class FolderProbe:
-    """Makes the folder that a save writes into, and checks that all ranks see it."""
+def make_folder(partial: Folder, target: Folder, group: Group, call: str) -> None:
+    """Make the empty folder `partial` for a checkpoint that is to become `target`. All ranks of the group call it.
 
-    def __init__(self, partial: Folder, target: Folder) -> None:
-        self._partial, self._target = partial, target
+    Rank 0 makes it; the others check that they see it.
 
-    def make(self, group: Group, call: str) -> None:
-        """Make an empty folder on rank 0. All ranks of the group call it.
-
-        Raises:
-            CheckpointError: on every rank: the target is no checkpoint, the folder cannot be made, or a rank does not
-                see it.
-        """
-        fault = None
-        try:
-            if group.index == 0:
-                self._refuse_others()
-                self._partial.remove(NAME) if self._partial is self._target else self._partial.remove()
-                self._partial.make()
-                self._partial.touch(_PROBE)
-        except CheckpointError as error:
-            fault = error
-        except OSError as error:
-            fault = CheckpointError(
-                "the folder of the checkpoint cannot be made",
-                {"folder": self._target.path, "why": f"{type(error).__name__}: {error.strerror or error}"},
-                "choose a folder that this process may write",
-            )
-        agree_or_raise(group, call, {}, fault)
-        if not self._partial.has(_PROBE):
-            fault = CheckpointError(
-                "this rank does not see the folder that rank 0 has made: its machine has a disk of its own there",
-                {"folder": self._target.path, "assumed": "a file system that all ranks share"},
-                "name a folder that all machines share, or a URL such as s3://bucket/run/step-100",
-            )
-        agree_or_raise(group, call, {}, fault)
+    Raises:
+        CheckpointError: on every rank: something at the target must not be replaced, the folder cannot be made, or a
+            rank does not see it.
+    """
+    fault = None
+    try:
         if group.index == 0:
-            with suppress(OSError):
-                self._partial.remove(_PROBE)
+            _refuse_others(target)
+            partial.remove()
+            partial.make()
+            partial.touch(_PROBE)
+    except CheckpointError as error:
+        fault = error
+    except OSError as error:
+        fault = CheckpointError(
+            "the folder of the checkpoint cannot be made",
+            {"folder": target.path, "why": f"{type(error).__name__}: {error.strerror or error}"},
+            "choose a folder that this process may write",
+        )
+    agree_or_raise(group, call, {}, fault)
+    if not partial.has(_PROBE):
+        fault = CheckpointError(
+            "this rank does not see the folder that rank 0 has made: its machine has a disk of its own there",
+            {"folder": target.path, "assumed": "a file system that all ranks share"},
+            "name a folder that all machines share, or a URL such as s3://bucket/run/step-100",
+        )
+    agree_or_raise(group, call, {}, fault)
+    if group.index == 0:
+        with suppress(OSError):
+            partial.remove(_PROBE)
 
-    def _refuse_others(self) -> None:
-        """Raise CheckpointError if there is something at the target that a checkpoint must not replace."""
-        target = self._target
-        if target.has() and target.names() and not target.has(NAME) and self._partial is not target:
-            raise CheckpointError(
-                "there is a folder or file of that name, which is no checkpoint",
-                {"path": target.path},
-                "choose another name, or remove it",
-            )
+
+def _refuse_others(target: Folder) -> None:
+    """Raise CheckpointError if there is something at the target that a checkpoint must not, or cannot, replace."""
+    if not target.is_local and target.has(NAME):  # a crash on the way would leave files of two checkpoints
+        raise CheckpointError(
+            "there is a checkpoint of that name, and only on a local disk can a rename replace it",
+            {"path": target.path},
+            "choose another name, such as one with the number of the step",
+        )
+    if target.is_local and target.has() and target.names() and not target.has(NAME):
+        raise CheckpointError(
+            "there is a folder or file of that name, which is no checkpoint",
+            {"path": target.path},
+            "choose another name, or remove it",
+        )

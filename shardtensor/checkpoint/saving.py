@@ -21,7 +21,7 @@ from shardtensor.checkpoint.checksums import fingerprints
 from shardtensor.checkpoint.contents import Contents, collect, config_texts, models_of
 from shardtensor.checkpoint.exchange import to_owners
 from shardtensor.checkpoint.files import files_and_records, index_texts, plan_files, writes_its_part
-from shardtensor.checkpoint.folders import OLD, PARTIAL, FolderProbe, checkpoints_like, sort_key
+from shardtensor.checkpoint.folders import OLD, PARTIAL, checkpoints_like, make_folder, sort_key
 from shardtensor.checkpoint.manifest import NAME, FileRecord, Manifest
 from shardtensor.checkpoint.progress import ByteProgress
 from shardtensor.checkpoint.storage import Folder
@@ -296,7 +296,7 @@ def _prepare(
     own = [each.item for each in planned if writes_its_part(each, group)]
     copies, copied = memory.copies([*own, *made.own_items.values()], of_all=copies_all)  # the host does the rest
     job = _Job(folder, config_texts(models_of(arguments["model"])) | index_texts(planned), keep_last, copied)
-    FolderProbe(job.partial, folder).make(group, call)
+    make_folder(job.partial, folder, group, call)
     job.files, records = files_and_records(made, planned, to_owners(planned, group), copies, group)
     job.manifest = Manifest(
         library=__version__,

@@ -18,6 +18,7 @@ import shardtensor as st
 from fixes.case import Case, linear
 from fixes.checkpoint_cases import at, fresh, loads, of_another_kind, on_first, saved
 from shardtensor.checkpoint.converting import convert
+from shardtensor.checkpoint.storage import Folder
 
 
 def damaged(name: str, damage: Callable[[Path], Any], **arguments: Any) -> Case:
@@ -123,7 +124,18 @@ def folder_of_checkpoints(name_one: bool) -> None:
     loads(str(st.latest(path)) if name_one else path)
 
 
+def over(url: str) -> None:
+    """Save over a checkpoint in memory, which has no rename."""
+    on_first(Folder("memory://fixes").remove)
+    st.save("memory://fixes/step-1", extra=1)
+    st.save(url, extra=2)
+
+
 CASES: dict[str, Case] = {
+    "over a checkpoint that no rename replaces": Case(
+        lambda: over("memory://fixes/step-1"),
+        {"choose another name": lambda: over("memory://fixes/step-2")},
+    ),
     "a manifest that is not text": damaged("text", lambda c: (c / "checkpoint.json").write_bytes(b"\xff")),
     "a manifest that is cut": damaged(
         "cut", lambda c: (c / "checkpoint.json").write_bytes((c / "checkpoint.json").read_bytes()[:-9])
