@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -100,7 +101,21 @@ def save(
     job.finish(group)
 
 
-def async_save(path: str | os.PathLike[str], **arguments: Any) -> Saving:
+def async_save(
+    path: str | os.PathLike[str],
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    dataloader: Any = None,
+    extra: Any = None,
+    step: int | None = None,
+    rng: bool = True,
+    layout: str = "whole",
+    keep_last: int | None = None,
+    fingerprint: bool | None = None,
+    process_group: Any = None,
+) -> Saving:
     """Start a `save`, and return when the values are copied; a thread of each rank writes them.
 
     The tensors are copied to host memory (page-locked for tensors on GPUs, where the copies run in the current stream,
@@ -108,7 +123,8 @@ def async_save(path: str | os.PathLike[str], **arguments: Any) -> Saving:
     another one, or a load, first waits for it. All ranks of the group call it.
 
     Args:
-        path, arguments: as `save`.
+        path, model, optimizer, scheduler, dataloader, extra, step, rng, layout, keep_last, fingerprint, process_group:
+            as for `save`. With ``layout="whole"`` tensors that no rank holds whole are exchanged before it returns.
 
     Returns:
         a handle; its ``wait()`` returns when the checkpoint is complete, or raises the error of the save.
@@ -120,10 +136,10 @@ def async_save(path: str | os.PathLike[str], **arguments: Any) -> Saving:
         >>> saving.wait()
     """
     wait_for_save()
-    options = {"extra": None, "step": None, "rng": True, "layout": "whole"} | arguments
-    group = as_group(options.pop("process_group", None))
-    objects = {name: options.pop(name, None) for name in ("model", "optimizer", "scheduler", "dataloader")}
-    job = _prepare(path, group, objects, **options, memory=_host_memory(), copies_all=True)
+    group = as_group(process_group)
+    arguments = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": dataloader}
+    options = {"extra": extra, "step": step, "rng": rng, "layout": layout, "keep_last": keep_last}
+    job = _prepare(path, group, arguments, **options, fingerprint=fingerprint, memory=_host_memory(), copies_all=True)
     other = group.for_other_thread()  # None for ranks that are threads of one process
     return Saving(partial(job.finish, other or group), in_thread=other is not None)
 
@@ -166,9 +182,12 @@ class Saving:
             raise error
 
     def release(self) -> None:
-        """Wait until the thread has ended, before the process groups are destroyed."""
+        """Wait until the thread has ended, before process groups are destroyed; warn of an error nobody has seen."""
         if self._thread.ident is not None:
             self._thread.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            warnings.warn(f"a checkpoint was not saved: {error}", stacklevel=2)
 
 
 _memory = HostMemory()
@@ -275,8 +294,8 @@ def _prepare(
     step: int | None,
     rng: bool,
     layout: str,
-    keep_last: int | None = None,
-    fingerprint: bool | None = None,
+    keep_last: int | None,
+    fingerprint: bool | None,
     memory: HostMemory,
     copies_all: bool,
 ) -> _Job:
