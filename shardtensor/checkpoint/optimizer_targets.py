@@ -78,6 +78,8 @@ def optimizer_targets(
         make = partial(_new, record=records.get(name), stored=stored, targets=targets, group=group)
         filled[name] = {key: replaced(value, make) for key, value in values.items()}
 
+    make = partial(_new, record=None, stored=stored, targets=targets, group=group)
+    groups = [{key: replaced(value, make) for key, value in each.items()} for each in groups]
     return targets, lambda: {"state": filled, "param_groups": groups}
 
 

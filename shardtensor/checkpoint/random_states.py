@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+_NUMPY_WORDS = 624  # of its Mersenne twister
+
 
 def rng_state() -> dict[str, Any]:
     """Return the states of this rank's default generators: of torch on the CPU and its GPU, of Python, of numpy."""
@@ -27,4 +29,6 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state and "numpy" in sys.modules:
+        if not 0 <= state["numpy"][2] <= _NUMPY_WORDS:  # numpy would read memory that is not its own
+            raise ValueError("the state of numpy's generator is at a place that it does not have")
         sys.modules["numpy"].random.set_state(state["numpy"])

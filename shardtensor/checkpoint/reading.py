@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -112,7 +113,8 @@ class OpenFiles:
 
     def __exit__(self, *error: Any) -> None:
         for reader in self._readers.values():
-            reader.close()
+            with suppress(OSError):  # all bytes have been read
+                reader.close()
 
 
 def verify(files: OpenFiles, reading: Reading, progress: Callable[[int], None]) -> None:

@@ -274,7 +274,8 @@ class _Job:
             old.remove()
             folder.rename(old.name)
         partial.rename(folder.name)
-        old.remove()
+        with suppress(OSError):  # the new checkpoint is there
+            old.remove()
 
 
 def _disk_fault(folder: Folder, error: OSError) -> CheckpointError:
@@ -351,7 +352,15 @@ def _remove_older(folder: Folder, keep: int) -> None:
     """Remove the oldest of the checkpoints whose names differ from this one only in numbers."""
     found = sorted(checkpoints_like(folder, re.sub(r"\d+", "#", folder.name)), key=sort_key)
     for _, old in found[: max(0, len(found) - keep)]:
-        if old.name != folder.name:
-            with suppress(OSError):
-                old.remove(NAME)  # first: what is left is no checkpoint
+        if old.name == folder.name:
+            continue
+        with suppress(OSError):
+            old.beside(OLD.format(old.name)).remove()
+            if old.is_local and old.has():
+                hidden = old.beside(PARTIAL.format(old.name))
+                hidden.remove()
+                old.rename(hidden.name)  # first: a crash leaves no folder that looks like a checkpoint
+                hidden.remove()
+            else:
+                old.remove(NAME)
                 old.remove()

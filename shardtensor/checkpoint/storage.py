@@ -207,13 +207,12 @@ def _write_all(handle: int, parts: Sequence[Buffer], progress: Callable[[int], N
 
 
 def _sync_folder(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:  # some file systems have no fsync of folders
-        pass
-    finally:
-        os.close(handle)
+    with suppress(OSError):  # some file systems have no fsync of folders
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def bytes_view(tensor: Any) -> memoryview:

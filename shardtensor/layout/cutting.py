@@ -116,7 +116,8 @@ def pieces_of(cut: Cut, length: int, count: int, dim: int, spec: ShardingSpec, s
             "E206", f"dim {dim} has {length} elements, not a multiple of its {sum(shares)} block shares", spec, shape,
             "give block shares whose sum divides the dim", mesh, shares=shares, **about,
         )  # fmt: skip
-    return Blocked(tuple(cut_one(length * share // sum(shares)) for share in shares))
+    whole = sum(shares)
+    return Blocked(tuple(cut_one(length * share // whole) for share in shares))
 
 
 def check_sum(sizes: Sequence[int], length: int, spec: ShardingSpec, shape: Shape, **about: Any) -> tuple[int, ...]:

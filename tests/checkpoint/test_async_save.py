@@ -257,3 +257,13 @@ def test_latest_of_a_url():
     st.save("memory://runs/step-1", extra=1, step=1)
     found = st.latest("memory://runs")
     assert found is not None and st.load(found) == 1
+
+
+def test_what_a_crash_left_of_an_older_checkpoint_is_removed(tmp_path):
+    """The crash came between the two renames of a save over step 1: its folder has the name that it had meanwhile."""
+    st.save(tmp_path / "s1", extra=1, step=1)
+    os.rename(tmp_path / "s1", tmp_path / ".s1.old")
+    st.save(tmp_path / "s2", extra=2, step=2, keep_last=1)
+    assert names(tmp_path) == ["s2"]
+    st.save(tmp_path / "s1", extra=3, step=3, keep_last=1)
+    assert names(tmp_path) == ["s1"] and st.load(tmp_path / "s1") == 3

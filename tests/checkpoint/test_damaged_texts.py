@@ -79,10 +79,10 @@ FORGED = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_tensor_is_refused_at_once(name):
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(st.CheckpointError, match=r"checkpoint\.json"):
         read_manifest(forged(lambda table: table["tensors"]["model/a"].update(FORGED[name])))
-    assert time.perf_counter() - began < MOST_S
+    assert time.process_time() - began < MOST_S
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b/c", "a/../b", ".x", "state/../../x", "a//b", "a\\b", ""])
@@ -182,7 +182,7 @@ def test_bytes_of_a_shape_are_counted_without_large_numbers():
 )  # fmt: skip
 def test_forged_headers_are_refused_at_once(text):
     data = len(text).to_bytes(8, "little") + text.encode()
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(st.CheckpointError, match="the file"):
         read_header(lambda start, stop: data[start:stop], len(data), "x.safetensors")
-    assert time.perf_counter() - began < MOST_S
+    assert time.process_time() - began < MOST_S

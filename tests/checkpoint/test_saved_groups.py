@@ -226,3 +226,12 @@ def one_over_two(path: str) -> None:
 
 def test_one_optimizer_over_several_models(world, tmp_path):
     world(one_over_two, 2, path=str(tmp_path / "c"))
+
+
+def test_options_that_are_tensors_are_loaded(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer, its = (optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    optimizer.param_groups[0]["weights"], its.param_groups[0]["weights"] = torch.ones(3), torch.zeros(3)
+    st.save(tmp_path / "c", model=model, optimizer=optimizer)
+    st.load(tmp_path / "c", model=model, optimizer=its)
+    assert torch.equal(its.param_groups[0]["weights"], torch.ones(3))

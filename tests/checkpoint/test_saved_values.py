@@ -17,6 +17,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler, swa_utils
 
 import shardtensor as st
+from shardtensor.checkpoint.random_states import rng_state, set_rng_state
 from shardtensor.comm.process_group import as_group
 
 sim = pytest.mark.worlds("sim")
@@ -339,3 +340,11 @@ def test_without_random_states(tmp_path):
     before = torch.get_rng_state()
     assert st.load(tmp_path / "c", rng=True) == 1
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_place_in_numpys_generator_that_it_does_not_have_is_refused():
+    """numpy sets it, and the next random number would be read from memory of others."""
+    state = rng_state()
+    kind, words, _, *rest = state["numpy"]
+    with pytest.raises(ValueError, match="a place that it does not have"):
+        set_rng_state({**state, "numpy": (kind, words, 2**31 - 1, *rest)})
