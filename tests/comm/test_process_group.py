@@ -11,8 +11,9 @@ import torch.distributed as dist
 from harness import device, every_size
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardtensor.comm import process_group
 from shardtensor.comm.group import Group, NonMemberGroup, SingleRankGroup
-from shardtensor.comm.process_group import as_group, load_with_process_group
+from shardtensor.comm.process_group import _release_destroyed, as_group, load_with_process_group
 from shardtensor.comm.torch_group import TorchGroup
 
 
@@ -170,3 +171,19 @@ def _time_of_as_group() -> float:
 
 def test_a_huge_world_costs_what_a_small_one_costs(world):
     world(check_fake, 1)
+
+
+def test_nothing_refers_to_a_destroyed_process_group_when_the_interpreter_ends():
+    """Groups of tensors live on; gloo would end the process with an abort if it were freed later."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = as_group()
+    assert group.process_group is dist.group.WORLD
+    _release_destroyed()
+    assert group.process_group is dist.group.WORLD
+    dist.destroy_process_group()
+    assert as_group() is not group
+    kept = group.process_group
+    assert kept is not None
+    process_group._groups[kept] = group
+    _release_destroyed()
+    assert group.process_group is None

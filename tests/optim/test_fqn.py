@@ -261,3 +261,49 @@ def one_rank_faults():
 
 def test_a_fault_on_one_rank_is_told_on_all():
     st.simulate(2, one_rank_faults)
+
+
+def test_an_empty_group_that_was_not_saved_keeps_its_options():
+    model = nn.Linear(3, 2)
+    saved = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    groups = [{"params": list(model.parameters())}, {"params": [], "lr": 7.0}]
+    fresh = optim.SGD(groups, lr=0.5)
+    named = st.optim_state_dict(model, saved)
+    fresh.load_state_dict(st.optim_state_dict_to_load(model, fresh, named))
+    assert [group["lr"] for group in fresh.param_groups] == [0.1, 7.0]
+    assert len(fresh.param_groups[0]["params"]) == 2 and fresh.param_groups[1]["params"] == []
+    fresh.step()
+
+
+def becomes_sharded_and_plain(cls, **options):
+    """The state follows: its layout is the parameter's, and a rank keeps the memory of its part alone."""
+    torch.manual_seed(0)
+    oracle = nn.Linear(6, 8, bias=False)
+    model = copy.deepcopy(oracle)
+    plain, ours = cls(oracle.parameters(), **options), st.ShardedOptimizer(model, cls, **options)
+
+    def step():
+        for each, optimizer in ((oracle, plain), (model, ours)):
+            optimizer.zero_grad()
+            each(torch.arange(12.0).view(2, 6)).square().sum().backward()
+            optimizer.step()
+
+    step()
+    st.shard_module(model, {"weight": "[tp, -]"})
+    step()
+    for key, value in ours.state[model.weight].items():
+        if isinstance(value, st.ShardedTensor):
+            local = value._local
+            assert local.untyped_storage().nbytes() == local.numel() * local.element_size(), key
+            if value.shape == model.weight.shape:
+                assert value._layout == model.weight._layout, key
+    st.unshard_module(model)
+    step()
+    torch.testing.assert_close(model.weight.detach(), oracle.weight.detach())
+    assert not any(isinstance(value, st.ShardedTensor) for value in ours.state[model.weight].values())
+
+
+@pytest.mark.worlds("sim")
+@pytest.mark.parametrize(("cls", "options"), [(optim.AdamW, {"lr": 0.1}), (optim.Adafactor, {"lr": 0.1})])
+def test_state_follows_a_parameter_that_becomes_sharded_and_plain(world, cls, options):
+    world(becomes_sharded_and_plain, 2, cls=cls, **options)
