@@ -304,6 +304,7 @@ def becomes_sharded_and_plain(cls, **options):
 
 
 @pytest.mark.worlds("sim")
+@pytest.mark.filterwarnings("ignore::shardtensor.GatherWarning")  # of Adafactor on an earlier torch
 @pytest.mark.parametrize(("cls", "options"), [(optim.AdamW, {"lr": 0.1}), (optim.Adafactor, {"lr": 0.1})])
 def test_state_follows_a_parameter_that_becomes_sharded_and_plain(world, cls, options):
     world(becomes_sharded_and_plain, 2, cls=cls, **options)
