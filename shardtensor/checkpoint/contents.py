@@ -19,7 +19,7 @@ from xxhash import xxh3_64_hexdigest
 
 from shardtensor.checkpoint.encoding import encoded
 from shardtensor.checkpoint.items import Item, item_of
-from shardtensor.checkpoint.manifest import TensorRecord, describe
+from shardtensor.checkpoint.manifest import TensorRecord, describe, folder_of
 from shardtensor.checkpoint.random_states import rng_state
 from shardtensor.checkpoint.together import agree_or_raise, fault_of
 from shardtensor.comm.group import Group
@@ -88,7 +88,7 @@ def config_texts(models: Mapping[str, Any]) -> dict[str, str]:
     for section, model in models.items():
         if library is None or not isinstance(model, library.PreTrainedModel):
             continue
-        folder = f"{section.partition('.')[2]}/" if "." in section else ""
+        folder = folder_of(section)
         config = copy.deepcopy(model.config)
         own = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
         config.architectures = [own.__name__]

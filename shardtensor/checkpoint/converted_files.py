@@ -19,11 +19,11 @@ import torch
 from shardtensor.checkpoint.decoding import StoredTensor
 from shardtensor.checkpoint.files import index_text
 from shardtensor.checkpoint.items import dtype_name
-from shardtensor.checkpoint.manifest import INDEX, NAME, FileRecord, Manifest, TensorRecord
+from shardtensor.checkpoint.manifest import INDEX, NAME, FileRecord, Manifest, TensorRecord, folder_of
 from shardtensor.checkpoint.sources import CONFIG, SourceCheckpoint
 from shardtensor.checkpoint.storage import Folder
 from shardtensor.checkpoint.tensor_file import DTYPES, ITEM_BYTES
-from shardtensor.checkpoint.values import encode
+from shardtensor.checkpoint.values import encode, tensor_name
 from shardtensor.checkpoint.writing import FilePart, NewFile, write_files
 from shardtensor.errors import CheckpointError
 from shardtensor.version import __version__
@@ -115,9 +115,7 @@ def _own_sections(source: SourceCheckpoint) -> dict[str, Any]:
 def _as_json(found: dict[str, str], value: Any, path: str) -> Any:
     """Return the JSON of a value that is no plain one; enter a tensor into `found`, by its new name."""
     if isinstance(value, StoredTensor):
-        name = path.replace("/state/", "/", 1)
-        while name in found:
-            name += "+"
+        name = tensor_name(path, found)
         found[name] = value.name
         tagged = {"$tensor": name}
         return {"$numpy": tagged} if value.is_array else tagged
@@ -142,7 +140,7 @@ def _placed_models(source: SourceCheckpoint, folder: Folder) -> dict[str, _Place
             if isinstance(leaf, StoredTensor):
                 first.setdefault(leaf.name, f"{section}/{name}")
         found = {new: name for name, new in first.items()}
-        inner = f"{section.partition('.')[2]}/" if "." in section else ""
+        inner = folder_of(section)
         own = _placed(source, found, f"{inner}model")
         files = {each.key: each.file.removeprefix(inner) for each in own.values()}
         if len(set(files.values())) > 1:

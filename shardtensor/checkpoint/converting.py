@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.futures import Future
 
 from shardtensor.checkpoint.converted_files import in_batches, write_hf, write_own
-from shardtensor.checkpoint.decoding import StoredTensor, replaced, stored_in
+from shardtensor.checkpoint.decoding import StoredTensor, dtype_named, replaced, stored_in
 from shardtensor.checkpoint.folders import PARTIAL
 from shardtensor.checkpoint.sources import SourceCheckpoint, cause_of, open_source
 from shardtensor.checkpoint.storage import Folder
@@ -134,7 +134,7 @@ def _write_dcp(source: SourceCheckpoint, folder: Folder) -> None:
 
     def stand_in(leaf: StoredTensor) -> torch.Tensor:
         if leaf.name not in made:
-            dtype = getattr(torch, outlines[leaf.name].dtype)
+            dtype = dtype_named(outlines[leaf.name].dtype)
             made[leaf.name] = torch.empty(outlines[leaf.name].shape, dtype=dtype, device="meta")
             standing[id(made[leaf.name])] = leaf.name
         return made[leaf.name]

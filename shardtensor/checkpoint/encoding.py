@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardtensor.checkpoint.items import Item, dtype_name, item_of
-from shardtensor.checkpoint.values import encode
+from shardtensor.checkpoint.values import encode, tensor_name
 from shardtensor.comm.group import Group
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -42,9 +42,7 @@ def encoded(value: Any, path: str, items: dict[str, Item], group: Group | None, 
             return None
         if id(found) in scalars:
             return {"$scalar": [dtype_name(found.dtype), encode(scalars[id(found)], name, replace)]}
-        name = name.replace("/state/", "/", 1)
-        while name in items:
-            name += "+"
+        name = tensor_name(name, items)
         items[name] = item_of(name, found, group, is_of_first=is_of_first)
         return {"$tensor": name}
 

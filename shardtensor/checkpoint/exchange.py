@@ -13,6 +13,7 @@ from shardtensor.comm.group import Group
 from shardtensor.layout.box import whole
 from shardtensor.layout.holders import holders, replica_of
 from shardtensor.layout.layout import Layout
+from shardtensor.tensor.placing import own_device
 
 ROUND_BYTES = 256 << 20
 """About how many bytes a rank receives in one all-to-all."""
@@ -64,7 +65,7 @@ def _as_bytes(local: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(parts: Sequence[torch.Tensor], group: Group) -> torch.Tensor:
-    device = torch.device("cuda", torch.cuda.current_device()) if group.device_type == "cuda" else torch.device("cpu")
+    device = own_device(group.device_type)
     if not parts:
         return torch.empty(0, dtype=torch.uint8, device=device)
     return torch.cat([part.to(device) for part in parts])

@@ -10,7 +10,7 @@ import torch
 
 from shardtensor.checkpoint.contents import Contents
 from shardtensor.checkpoint.items import Item
-from shardtensor.checkpoint.manifest import INDEX, TensorRecord, describe, rank_file
+from shardtensor.checkpoint.manifest import INDEX, TensorRecord, describe, folder_of, rank_file
 from shardtensor.checkpoint.writing import FilePart, NewFile, own_metadata
 from shardtensor.comm.group import Group
 from shardtensor.layout.box import whole
@@ -56,7 +56,7 @@ def plan_files(made: Contents, layout: str, ranks: Ranks) -> list[Written]:
         owner_of = dict(zip(free, assign_owners([item.whole_bytes for item in free], loads), strict=True))
         owners = [owner_of.get(item, 0) for item in each]
         writers = sorted(set(owners))
-        folder = f"{section.partition('.')[2]}/" if "." in section else ""
+        folder = folder_of(section)
         for item, owner in zip(each, owners, strict=True):
             number = f"-{writers.index(owner) + 1:05d}-of-{len(writers):05d}" if len(writers) > 1 else ""
             file, key = f"{folder}model{number}.safetensors", item.name.partition("/")[2]

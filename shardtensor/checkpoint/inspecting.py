@@ -12,9 +12,9 @@ import attrs
 from shardtensor.checkpoint.manifest import Manifest, TensorRecord, rank_file
 from shardtensor.checkpoint.progress import ByteProgress
 from shardtensor.checkpoint.reading import OpenFiles, Reading, verify
-from shardtensor.checkpoint.reads import SummedBlock, key_in
+from shardtensor.checkpoint.reads import SummedBlock, key_in, summed_block
 from shardtensor.checkpoint.stored import Stored, open_checkpoint
-from shardtensor.checkpoint.tensor_file import BLOCK_BYTES, ITEM_BYTES
+from shardtensor.checkpoint.tensor_file import ITEM_BYTES
 from shardtensor.layout.box import whole
 from shardtensor.layout.explain import bytes_text
 from shardtensor.layout.holders import holders
@@ -158,17 +158,10 @@ def _all_blocks(stored: Stored) -> list[SummedBlock]:
     """Return every block that has a checksum, in the order of the files."""
     names = {(record.file, key_in(record, name)): name for name, record in stored.manifest.tensors.items()}
     return [
-        SummedBlock(
-            file,
-            start,
-            min(start + BLOCK_BYTES, entry.stop),
-            entry.sums[(start - entry.start) // BLOCK_BYTES],
-            names.get((file, key), key),
-        )
+        summed_block(file, entry, i, names.get((file, key), key))
         for file, header in stored.headers.items()
         for key, entry in header.entries.items()
-        if entry.sums is not None
-        for start in range(entry.start, entry.stop, BLOCK_BYTES)
+        for i in range(len(entry.sums or ()))
     ]
 
 

@@ -105,7 +105,7 @@ class _Loading:
     """One load: the tensors to read, and the objects that take their state when these are read.
 
     Attributes:
-        objects: of the user; `optimizers`, whose loads are collective; `rest`, states of modules that are no tensors.
+        objects: of the user, and states of modules that are no tensors; `optimizers`, whose loads are collective.
         install: puts new tensors into models that are on the meta device.
     """
 

@@ -93,6 +93,17 @@ class Manifest:
         return f'{body},\n "checksum": "{xxh3_128_hexdigest(body.encode())}"\n}}\n'
 
 
+def folder_of(section: str) -> str:
+    """Return the folder of a model's files, with a slash: of one of several models, ``model.<key>``, its key's.
+
+    Example:
+        >>> folder_of("model.actor"), folder_of("model")
+        ('actor/', '')
+    """
+    key = section.partition(".")[2]
+    return f"{key}/" if key else ""
+
+
 def rank_file(rank: int, world: int) -> str:
     """Return the name of the file in which a rank writes its parts of tensors."""
     return f"state/rank-{rank:05d}-of-{world:05d}.safetensors"

@@ -13,6 +13,7 @@ from shardtensor.checkpoint.contents import inner_class, module_of
 from shardtensor.checkpoint.decoding import StoredTensor, dtype_named, replaced
 from shardtensor.checkpoint.manifest import TensorRecord
 from shardtensor.checkpoint.targets import ReadTarget, device_to_be, target_of
+from shardtensor.checkpoint.together import fault_of
 from shardtensor.comm.group import Group
 from shardtensor.errors import CheckpointError, LayoutError
 from shardtensor.optim.fqn import is_elementwise, names_in, optim_state_dict_to_load
@@ -58,7 +59,7 @@ def optimizer_targets(
     try:
         state, _ = match(saved, own, aliases)
     except LayoutError as error:
-        raise CheckpointError(error.fault, dict(error.rows)) from None
+        raise fault_of(error) from None
     groups = saved["param_groups"]
     if saved["class"] != inner_class(optimizer):
         if strict:

@@ -42,12 +42,17 @@ def rank_targets(
     stored.open_headers([own] if is_same_world else files)
     file = own if is_same_world else files[0]
     values = _values(stored, file)
-    others = [] if is_same_world else [_values(stored, name) for name in files]
+    others = {} if is_same_world else {other: _values(stored, other) for other in files}
     targets: list[ReadTarget] = []
     loads: list[Loadable] = []
     for name, loader in [*loaders.items(), *([("rng", None)] if rng else [])]:
-        is_equal = all(each.get(name) == values.get(name) for each in others)
-        is_equal = is_equal and _equal_tensors(stored, files, file, name, others)
+        entries = stored.headers[file].entries
+        value = decoded(values.get(name), entries)
+        is_equal = all(each.get(name) == values.get(name) for each in others.values()) and all(
+            stored.headers[other].entries[found.name].sums == entries[found.name].sums
+            for other in others
+            for found in stored_in(value)
+        )
         if loader is None and (name not in values or not is_equal):
             continue
         if name not in values:
@@ -58,8 +63,6 @@ def rank_targets(
                 {"saved by": f"{len(files)} ranks", "here": f"{group.size} ranks"},
                 "load without dataloader=, and start it anew",
             )
-        entries = stored.headers[file].entries
-        value = decoded(values[name], entries)
         tensors: dict[str, torch.Tensor] = {}
         for found in stored_in(value):
             entry = entries[found.name]
@@ -79,12 +82,3 @@ def _values(stored: Stored, file: str) -> dict[str, Any]:
         return dict(json.loads(stored.headers[file].metadata["rank_values"]))
     except (KeyError, ValueError, TypeError, RecursionError):
         raise CheckpointError(f'the file "{file}" is damaged: it has no values of its rank') from None
-
-
-def _equal_tensors(stored: Stored, files: list[str], file: str, name: str, others: list[dict[str, Any]]) -> bool:
-    """Whether the tensors of a state are equal in all files, by their checksums."""
-    if not others:
-        return True
-    names = [found.name for found in stored_in(decoded(_values(stored, file).get(name), stored.headers[file].entries))]
-    sums = [[stored.headers[each].entries[key].sums for key in names] for each in files]
-    return all(each == sums[0] for each in sums)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardtensor.checkpoint.manifest import TensorRecord, rank_file
-from shardtensor.checkpoint.tensor_file import BLOCK_BYTES, DTYPES, ITEM_BYTES, TensorFile
+from shardtensor.checkpoint.tensor_file import BLOCK_BYTES, DTYPES, ITEM_BYTES, Entry, TensorFile
 from shardtensor.errors import CheckpointError
 from shardtensor.layout.box import Box, whole
 from shardtensor.layout.holders import holders
@@ -191,10 +191,16 @@ def blocks_to_verify(read: Read, file: TensorFile) -> list[SummedBlock]:
             continue
         first, last = (copy.start - entry.start) // BLOCK_BYTES, (copy.stop - 1 - entry.start) // BLOCK_BYTES
         for i in range(first, last + 1):
-            start = entry.start + i * BLOCK_BYTES
-            stop = min(start + BLOCK_BYTES, entry.stop)
-            found[start] = SummedBlock(read.file, start, stop, entry.sums[i], copy.tensor)
+            block = summed_block(read.file, entry, i, copy.tensor)
+            found[block.start] = block
     return [found[start] for start in sorted(found)]
+
+
+def summed_block(file: str, entry: Entry, index: int, tensor: str) -> SummedBlock:
+    """Return a block of a tensor that has checksums in a file."""
+    assert entry.sums is not None, "files of other libraries have no checksums"
+    start = entry.start + index * BLOCK_BYTES
+    return SummedBlock(file, start, min(start + BLOCK_BYTES, entry.stop), entry.sums[index], tensor)
 
 
 def _source(record: TensorRecord) -> Layout | Shape:

@@ -239,7 +239,7 @@ class _Job:
             with ByteProgress(call, total, shown=group.index == 0) as progress:
                 written = write_files(self.partial, self.files, progress.add)
         except Exception as error:  # on one rank: the others raise it, too
-            fault = _disk_fault(self.partial, error) if isinstance(error, OSError) else fault_of(error)
+            fault = _fault_of(error, self.partial)
         reports = group.exchange_objects({name: attrs.astuple(record) for name, record in written.items()})
         try:
             agree_or_raise(group, call, {}, fault)
@@ -248,7 +248,7 @@ class _Job:
                 if group.index == 0:
                     self._commit({name: FileRecord(*each) for report in reports for name, each in report.items()})
             except Exception as error:
-                fault = _disk_fault(self.partial, error) if isinstance(error, OSError) else fault_of(error)
+                fault = _fault_of(error, self.partial)
             agree_or_raise(group, call, {}, fault)
         except CheckpointError:
             if group.index == 0:
@@ -278,7 +278,9 @@ class _Job:
             old.remove()
 
 
-def _disk_fault(folder: Folder, error: OSError) -> CheckpointError:
+def _fault_of(error: Exception, folder: Folder) -> CheckpointError:
+    if not isinstance(error, OSError):
+        return fault_of(error)
     return CheckpointError(
         "a file of the checkpoint cannot be written; there is no new checkpoint",
         {"folder": folder.path, "why": f"{type(error).__name__}: {error.strerror or error}"},

@@ -21,7 +21,7 @@ from shardtensor.layout.layout import Layout, replicated
 from shardtensor.parallel.memory import put_in_place, with_memory
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.dtensor import from_dtensor
-from shardtensor.tensor.placing import device_for
+from shardtensor.tensor.placing import device_for, own_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 _SHOWN = 8
@@ -45,24 +45,22 @@ def target_of(
     name: str, record: TensorRecord, tensor: torch.Tensor, group: Group, *, is_new: bool = True
 ) -> ReadTarget:
     """Return the target for a sharded or plain tensor that has memory."""
-    key = key_in(record, name)
-    if any(
-        stride == 0 and size > 1 for stride, size in zip(local_of(tensor).stride(), local_of(tensor).shape, strict=True)
-    ):
+    if is_dtensor(tensor):
+        tensor = from_dtensor(tensor.detach())
+    local = local_of(tensor).detach()
+    layout: Layout = replicated(tuple(tensor.shape), group.ranks)
+    rank = group.rank
+    if isinstance(tensor, ShardedTensor):
+        layout, rank = tensor._layout, tensor._group.rank
+    if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
         raise CheckpointError(
             f'elements of tensor "{name}" share memory: nothing can be loaded into it', fix="load into a clone() of it"
         )
-    if is_dtensor(tensor):
-        tensor = from_dtensor(tensor.detach())
-    if isinstance(tensor, ShardedTensor):
-        if tensor._layout.partial:
-            raise CheckpointError(
-                f'tensor "{name}" is a partial sum: nothing can be loaded into it', fix="reduce it first: st.reshard"
-            )
-        return ReadTarget(name, key, record, tensor._local.detach(), tensor._layout, tensor._group.rank, is_new)
-    return ReadTarget(
-        name, key, record, tensor.detach(), replicated(tuple(tensor.shape), group.ranks), group.rank, is_new
-    )
+    if layout.partial:
+        raise CheckpointError(
+            f'tensor "{name}" is a partial sum: nothing can be loaded into it', fix="reduce it first: st.reshard"
+        )
+    return ReadTarget(name, key_in(record, name), record, local, layout, rank, is_new)
 
 
 @attrs.define
@@ -73,7 +71,7 @@ class ModelTargets:
         targets: what to read.
         skipped: names that are missing, or extra, or of another shape, with ``strict=False``.
         rest: values of the state dict that are no tensors, by name.
-        install: called after the values are read.
+        install: puts new tensors, which have memory but no values yet, into a model that is on the meta device.
     """
 
     targets: list[ReadTarget]
@@ -166,7 +164,7 @@ def device_to_be(tensor: torch.Tensor, group: Group) -> torch.device:
     """Return the device of a tensor; of one on the meta device, that which it gets when it is loaded."""
     if not tensor.is_meta:
         return tensor.device
-    like = torch.device("cuda", torch.cuda.current_device()) if group.device_type == "cuda" else torch.device("cpu")
+    like = own_device(group.device_type)
     return device_for(tensor.sharding_spec(), tensor._group, like) if isinstance(tensor, ShardedTensor) else like
 
 

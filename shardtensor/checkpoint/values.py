@@ -10,7 +10,7 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from shardtensor.errors import CheckpointError
@@ -73,6 +73,14 @@ def encode(value: Any, path: str, replace: Replace, depth: int = 0) -> Any:
         {"it holds": "numbers, text, bytes, tensors, and lists, tuples, sets and dicts of these"},
         "save what it is made of, and make it again after the load",
     )
+
+
+def tensor_name(path: str, taken: Collection[str]) -> str:
+    """Return the name of a tensor at a path of values, that none of `taken` has: ``optimizer/<parameter>/<key>``."""
+    name = path.replace("/state/", "/", 1)
+    while name in taken:
+        name += "+"
+    return name
 
 
 def decode(value: Any, tensor: Callable[[str, Any], Any]) -> Any:
