@@ -175,3 +175,11 @@ class CaptureError(ShardTensorError, RuntimeError):
 
 class CheckpointError(ShardTensorError, ValueError, RuntimeError):
     """A checkpoint cannot be written or read, or does not fit what it is to be loaded into; nothing has changed."""
+
+
+class NotTraced(Exception):
+    """A step of a module cannot run in this process; `ways` are what the user may do about it."""
+
+    def __init__(self, text: str, *ways: str) -> None:
+        super().__init__("; ".join([text, *ways]))
+        self.text, self.ways = text, ways
