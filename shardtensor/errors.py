@@ -60,7 +60,7 @@ class ShardTensorError(Exception):
 
     Args:
         fault: line one, what is wrong in the user's terms.
-        facts: where it was written, what was found, what was needed.
+        facts: the place in the text or code, what was found, what was needed.
         fix: one fix, or several.
 
     Attributes:
@@ -170,7 +170,7 @@ class StaleParameterError(ShardTensorError, RuntimeError):
 
 
 class CaptureError(ShardTensorError, RuntimeError):
-    """A step cannot be captured in a CUDA graph, or a captured one cannot be replayed as it was called."""
+    """A step cannot be captured in a CUDA graph, or a captured step cannot be replayed with these arguments."""
 
 
 class CheckpointError(ShardTensorError, ValueError, RuntimeError):
