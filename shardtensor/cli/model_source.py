@@ -140,8 +140,7 @@ def case_of(options: Any, resolved: Resolved) -> Any:
     """
     if not is_installed("torch"):
         raise NotTraced("torch is not installed", "install it: `pip install torch`")
-    from shardtensor.trace.case import own_case
-    from shardtensor.trace.case import small_case
+    from shardtensor.trace.case import own_case, small_case
 
     config = resolved.plan.config
     if options.module is not None:

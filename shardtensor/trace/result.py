@@ -1,4 +1,4 @@
-"""The result of a plan's step beside that of the dense step: which values differ, and which modules have wrong rules."""
+"""The result of a plan's step beside that of the dense step: the values that differ, the modules with wrong rules."""
 
 from __future__ import annotations
 
