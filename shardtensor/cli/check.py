@@ -72,13 +72,15 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, Ran]:
     """Return the findings, the summary if none of them is an error, and the step that ran."""
     from shardtensor.cli.model_source import resolved_of
     from shardtensor.plan.estimates.summary import summarize
-    from shardtensor.plan.findings.checking import check_plan
+    from shardtensor.plan.findings.checking import OF_FLOWS, check_plan
 
     resolved = resolved_of(options.plan, options)
     findings, ran = check_plan(resolved), Ran()
-    if not _errors(findings):
+    errors = _errors(findings)
+    if not errors or not any(each.code not in OF_FLOWS for each in errors):
         found, ran = compare_step(options, resolved)
-        findings = (*findings, *found)
+        mended = any(each.severity == "error" for each in found)
+        findings = (*(each for each in findings if not mended or each.severity != "error"), *found)
     return findings, None if _errors(findings) else summarize(resolved, options.plan), ran
 
 

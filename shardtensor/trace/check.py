@@ -21,14 +21,13 @@ from torch import nn
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import NotTraced, ShardTensorError
 from shardtensor.layout.layout import replicated
-from shardtensor.plan.findings.checking import check_plan
+from shardtensor.plan.findings.checking import OF_FLOWS, errors_of
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
-from shardtensor.plan.resolved import Resolved
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.shard_module import shard_module
 from shardtensor.sim.simulate import simulate
@@ -73,9 +72,9 @@ def check_numeric(
         NotTraced: the step of the dense module does not run.
 
     Returns:
-        the errors that are found without running, if any; else an E405 for each mistake, at the rule to change, with
-        the module, the line of code that calls it, and a change with which the step is right, if one was found; if
-        none was found, one for each parameter whose gradient differs. Nothing when loss and gradients are right.
+        the errors that are found without running; else an E405 for each mistake, at the rule to change, with the module
+        and the line of code that calls it. Where a change of one rule makes the step right, it is the fix. If none
+        was found: an E405 for each parameter whose gradient differs. Nothing when loss and gradients are right.
 
     Example:
         >>> rules = {"0": {"weight": "[tp, -]", "bias": "[tp]", "in": "replicate", "out": "[..., tp]"},
@@ -90,7 +89,8 @@ def check_numeric(
         torch.manual_seed(seed)
         made = make()
     module, step = made if isinstance(made, tuple) else (made, None)
-    if errors := _errors(resolve(plan, model_info(module))):
+    errors = errors_of(resolve(plan, model_info(module)))
+    if any(each.code not in OF_FLOWS for each in errors):
         return errors
     dense = _Dense.of(plan, module, step)
     outcome = dense.run(plan, progress)
@@ -102,6 +102,8 @@ def check_numeric(
         if edit is None:
             return (*findings, *outcome.findings())
         after = dense.run(edit.plan)
+        if outcome.errors and not after.is_right:
+            return (*findings, *outcome.errors)
         findings.append(outcome.finding(edit, path, after))
         if after.is_right:
             break
@@ -153,7 +155,7 @@ class _Dense:
     def run(self, plan: Plan, progress: Progress = lambda done, total: None) -> StepResult:
         """Run the step of a plan, on ranks in this process."""
         resolved = resolve(plan, self.model)
-        found = StepResult(self, resolved, _errors(resolved), {rank: Recorder() for rank in plan.axes.mesh.ranks})
+        found = StepResult(self, resolved, errors_of(resolved), {rank: Recorder() for rank in plan.axes.mesh.ranks})
         if found.errors:
             return found
         total = 3 * plan.world
@@ -186,10 +188,6 @@ class _Dense:
             if other.grad is not None and param.requires_grad:
                 compared[unwrapped(name)] = _compared(param, other.grad)
         return local_of(loss.detach()).item(), compared
-
-
-def _errors(resolved: Resolved) -> tuple[Finding, ...]:
-    return tuple(finding for finding in check_plan(resolved) if finding.severity == "error")
 
 
 def _with_own_parameters(module: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import Literal
 
 import attrs
 
@@ -54,9 +55,10 @@ def _replaced(plan: Plan, old: Line | None, *new: Line) -> Plan:
 
 
 def _style_edits(resolved: Resolved, path: str, axes: tuple[str, ...], usual: Iterable[str]) -> Iterator[Edit]:
-    """Yield the plans in which a linear layer is column-parallel, row-parallel or replicated, by one rule."""
+    """Yield the plans in which a linear layer is column-parallel, row-parallel or replicated, or a norm is along
+    another stream, by one rule."""
     kind, plan = resolved.model.kind(path), resolved.plan
-    if kind is None or kind.name != "linear":
+    if kind is None or kind.name not in ("linear", "norm"):
         return
     own = resolved.modules.get(path)
     placed = [each for name, each in resolved.tensors.items() if name.rpartition(".")[0] == path]
@@ -64,7 +66,7 @@ def _style_edits(resolved: Resolved, path: str, axes: tuple[str, ...], usual: It
     old |= {id(line): line for side in ((own.ins, own.outs) if own else ()) for _, line in side.values()}
     cuts = [dim for each in placed if isinstance(each.spec, Spec) for dim in each.spec.dims if isinstance(dim, Cut)]
     first = next(iter(old.values()), None)
-    written = (first.pattern, first.module) if first is not None else ()
+    written = (first.module, first.pattern) if first is not None else ()
     pattern = next((text for text in written if text and matches(text, path)), starred(path))
     rest = tuple(line for line in plan.lines if id(line) not in old)
     at = first.origin if first is not None else None
@@ -72,6 +74,11 @@ def _style_edits(resolved: Resolved, path: str, axes: tuple[str, ...], usual: It
         cut = attrs.evolve(cuts[0], axes=(axis,), blocks=1) if cuts else Cut(axis)
         partial = f"partial({axis}) -> "
         sums = [text for text in usual if text.startswith(partial)] or [f"{partial}replicate"]
+        if kind.name == "norm":
+            for text in sorted((f"[-, {axis}, ...]", f"[..., {axis}, -]"), key=lambda text: text not in usual):
+                new = [Line(pattern, value=Replicate()), *(Line(pattern, side, read_flow(text)) for side in _SIDES)]
+                yield Edit(attrs.evolve(plan, lines=(*rest, *new)), f"write `along({text})` for `{pattern}`", at)
+            continue
         styles = [_Style(f"colwise({axis})", "out", cut, leaves=f"[..., {axis}]")]
         for text in sums:
             to = text.removeprefix(partial)
@@ -87,6 +94,9 @@ def _style_edits(resolved: Resolved, path: str, axes: tuple[str, ...], usual: It
         attrs.evolve(plan, lines=(*rest, Line(pattern, value=Replicate()))), f"write `replicate` for `{pattern}`", at
     )
     yield whole
+
+
+_SIDES: tuple[Literal["in", "out"], ...] = ("in", "out")
 
 
 @attrs.frozen
@@ -127,14 +137,14 @@ def _flow_edits(resolved: Resolved, path: str, axes: tuple[str, ...]) -> Iterato
     for axis in resolved.plan.axes.named(axes):
         for side in ("out", "in"):
             flow, line = (((own.outs if side == "out" else own.ins) if own else {}).get("")) or (None, None)
-            for text in _flows(side, flow, axis):
+            for text in _flows(side, flow, axis, axes):
                 yield _with_flow(resolved.plan, path, side, line, text), text
             if line is not None:
                 text = f"leave out `{side}: {as_written(line.value)}` in the rules of `{starred(path)}`"
                 yield Edit(_replaced(resolved.plan, line), text, line.origin), ""
 
 
-def _flows(side: str, flow: Flow | None, axis: str) -> Iterator[str]:
+def _flows(side: str, flow: Flow | None, axis: str, factors: tuple[str, ...]) -> Iterator[str]:
     """Yield other flows for one side of a module, the more usual ones first."""
     stream, features, heads = f"[-, {axis}, ...]", f"[..., {axis}]", f"[..., {axis}, -]"
     before = as_written(flow.before) if flow is not None else ""
@@ -145,7 +155,13 @@ def _flows(side: str, flow: Flow | None, axis: str) -> Iterator[str]:
     if flow is not None:
         after = as_written(flow.after)
         arrow = before if before == after else f"{before} -> {after}"
-        texts = [arrow, f"{arrow} grad partial({axis})", f"{before} -> replicate", f"{before} -> {stream}", *texts]
+        texts = [
+            arrow,
+            *(f"{arrow} grad partial({name})" for name in dict.fromkeys((axis, *factors))),
+            f"{before} -> replicate",
+            f"{before} -> {stream}",
+            *texts,
+        ]
     written = as_written(flow) if flow is not None else ""
     yield from (text for text in dict.fromkeys(texts) if text != written)
 

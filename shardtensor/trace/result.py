@@ -63,7 +63,7 @@ class StepResult:
     def score(self) -> tuple[int, ...]:
         """Larger for a step that is right further on."""
         if self.errors:
-            return (0,)
+            return (0, -len(self.errors))
         first = next(iter(self.recorders.values()))
         wrong = sum(found.kind == "wrong" for found in self.values.values())
         return (1, self.error is None, -wrong if self.error is None else len(first.values), -len(self.faults))
@@ -104,7 +104,11 @@ class StepResult:
     def suspects(self) -> list[str]:
         """Return the modules whose rules may be wrong, the most likely ones first; of equal layers, one."""
         wrong = self.first_wrong
-        if self.error is not None or wrong is not None or self.is_loss_wrong:
+        if self.errors:
+            names = dict.fromkeys(each.tensor for each in self.errors)
+            found = [name.rpartition(".")[0] if name in self.resolved.tensors else name for name in names]
+            found += [path.rpartition(".")[0] for path in found]
+        elif self.error is not None or wrong is not None or self.is_loss_wrong:
             found = self._before(wrong)
         else:
             found = self._around_gradient(self.first_fault.rpartition(".")[0])
@@ -146,8 +150,12 @@ class StepResult:
 
     def finding(self, edit: Edit, path: str, after: StepResult) -> Finding:
         """Return the finding for a mistake that an edit mends."""
-        notes = [f"`{starred(path)}` is called at {site}" for site in (self._site(path),) if site]
         verdict = "the step gives the dense loss and gradients" if after.is_right else "the step is right further on"
+        if self.errors:
+            own = [each for each in self.errors if each.tensor == path or each.tensor.rpartition(".")[0] == path]
+            first = (own or list(self.errors))[0]
+            return attrs.evolve(first, fix=edit.text, notes=(*first.notes, f"with this change {verdict}"))
+        notes = [f"`{starred(path)}` is called at {site}" for site in (self._site(path),) if site]
         notes.append(f"with this change {verdict}")
         fault, why = self._symptom(path)
         origin = edit.origin or _origin_of(self.resolved, path, counts_first=False)
@@ -190,7 +198,8 @@ class StepResult:
         return f"the gradient of `{self.first_fault}` is {self.faults[self.first_fault]}{more}"
 
     def findings(self) -> Iterator[Finding]:
-        """Yield a finding for what stopped a rank, for the loss, and for each wrong gradient."""
+        """Yield the errors found without running, what stopped a rank, a wrong loss, and each wrong gradient."""
+        yield from self.errors
         if self.error is not None:
             yield _not_run(self.error, self.path, self.resolved)
             return

@@ -19,6 +19,7 @@ from plan.recorded_models import config_path
 from plan.test_plan_mutations import LOUD, MUTATIONS, NUMERIC, SPECS, Mutation
 from torch import nn
 
+from shardtensor.plan.findings.checking import OF_FLOWS
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.patterns import starred
@@ -97,6 +98,30 @@ def test_a_mistake_is_found_at_its_module_with_a_change_that_mends_it(name):
     assert {finding.code for finding in found} == {"E405"}
     assert starred(found[0].tensor).endswith(AT[name])
     assert found[-1].notes[-1] == RIGHT
+
+
+FLOWS = {name: each for name, each in MUTATIONS.items() if each.code in OF_FLOWS}
+"""Found without a step; what mends them is found by steps."""
+
+BY_THE_CHECK = (
+    "the head is a row product",
+    "routing weights meet partial sums",
+    "no token is sent to experts",
+    "experts are dealt along ranks with the same samples",
+    "a stream is not gathered",
+)
+"""Those that no change of one rule among those tried mends: the finding keeps its own way out."""
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_change_that_mends_a_wrong_flow_is_found_by_steps(name):
+    each: Mutation = FLOWS[name]
+    text = (SPECS / f"{each.plan}.shard").read_text()
+    params = {key: value for key, value in each.params.items() if key in ("sp", "tp")}
+    found = told(each.plan, each.model, params, text.replace(each.was, each.becomes, 1), lambda part: None)
+    assert each.code in {finding.code for finding in found}
+    assert all(finding.fix for finding in found)
+    assert (found[-1].notes[-1:] == (RIGHT,)) or name in BY_THE_CHECK
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
