@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -105,8 +105,18 @@ CUTTING = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "grouped_ge
 OWNERS = {"moe_tp_experts": 3, "ep_dispatch_experts": 3, "local_params": 1}
 """Words of modules whose tensors have rules of their own -> the number of dims of these tensors."""
 
+_VOCABULARY_WORDS = {"embedding": "embedding_rowwise", "linear": "colwise_gather_output"}
+_OF_VOCABULARY = (*_VOCABULARY_WORDS.values(), "colwise_rep")
+"""Words that shard a vocabulary, by the kind of the layer."""
+
 _ODD_HEADS = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "kv_lora_rank")
 """Keys of configurations in which some heads have a length other than `head_dim`."""
+
+_KV = (".k_proj", ".v_proj")
+"""The ends of patterns of projections that several query heads share."""
+
+_SIDES = ("use ", "local ")
+"""The beginnings of entries that are written in the block of a module."""
 
 _LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm")
 """The modules beside the products of latent attention: not sharded, with full values."""
@@ -146,10 +156,11 @@ def plan_text_from_hf(
     *,
     config: Mapping[str, Any] | None = None,
     model: Model | None = None,
+    more: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
     """Return the text of that plan; see `plan_from_hf`. It is valid for any number of ranks.
 
-    If `config` has the length of a head, projections of attention are sharded at whole heads only. The words do not
+    `more` are rules beside those of the plan, by their patterns, as `derived_parts` returns them. If `config` has the length of a head, projections of attention are sharded at whole heads only. The words do not
     require it, and a shard boundary inside a head shows late: in wrong results.
 
     Example:
@@ -171,32 +182,45 @@ def plan_text_from_hf(
         shardtensor.errors.PlanError: 1 of 1 rules has no translation
           mlp.up_proj  "columnwise": no word of this name is known; did you mean "colwise"?
     """
-    ep_plan = ep_plan or {}
+    ep_plan, keys = ep_plan or {}, config or {}
     is_expert = re.compile(rf"(?:{'|'.join(map(re.escape, ep_plan))})(?:\..+)?").fullmatch if ep_plan else None
     kept = {name: word for name, word in tp_plan.items() if is_expert is None or not is_expert(name)}
+    if model is not None:  # some plans list layers twice, with and without the prefix of the base model
+        kept = {name: word for name, word in kept.items() if not any(other.endswith(f".{name}") for other in kept)}
     count = len(kept) + len(ep_plan)
     kept |= {owner: "local_params" for owner in _local_owners(kept, model)}
+    kept |= _other_names(kept, model) | _norms_of_heads(kept, model, keys)
     rules: dict[str, list[str]] = {}
     untranslated: dict[str, str] = {}
-    heads = _whole_heads(kept, config or {})
+    heads = _whole_heads(kept, keys)
+    shared = _shared_heads(heads, model)
     for plan, words in ((kept, TP_WORDS), (ep_plan, EP_WORDS)):
         for pattern, word in plan.items():
             rule, why = _rule(pattern, word, plan, words, model)
             if why:
                 untranslated[pattern] = f'"{word}": {why}'
             rule = rule.replace("(tp)", "(tp, unit=hd)") if pattern in heads else rule
-            rule = re.sub(r"config\.(\w+)", lambda key: _key(config or {}, key[1]), rule)
+            if shared and pattern in heads and pattern.endswith(_KV):
+                rule = "hf_colwise_shared(kvg, copies=kvr, unit=hd)"
+            rule = re.sub(r"config\.(\w+)", lambda key: _key(keys, key[1]), rule)
             rules.setdefault(pattern, []).append(rule)
             if word == "mla_kv_a_proj":  # the plans do not list the modules beside it, but `check` needs their rules
                 owner = pattern.rpartition(".")[0]
                 beside = (name for name in _LATENT if f"{owner}.{name}" not in kept)
                 rules |= {f"optional {owner}.{name}": ["hf_whole()"] for name in beside}
+    for owner in shared:
+        rules.setdefault(owner, []).append("local num_key_value_groups: [kvr]")
+    for path in _activations(kept, heads, model):
+        rules[path] = ["hf_elementwise(tp)"]
     if untranslated:
         verb = "has" if len(untranslated) == 1 else "have"
         raise PlanError(f"{len(untranslated)} of {count} rules {verb} no translation", untranslated)
-    lines = [*_header(count, heads, ep_plan, config or {}), ""]
+    rules |= {pattern: list(texts) for pattern, texts in (more or {}).items()}
+    shared = shared or [text for texts in rules.values() for text in texts if "kvg" in text]
+    lines = [*_header(count, heads, shared, ep_plan, keys, more or {}), ""]
     for pattern, texts in rules.items():
-        lines += [f"{pattern} {{\n{rule}\n}}" if rule.startswith("use ") else f"{pattern}: {rule}" for rule in texts]
+        lines += [pattern] if pattern.startswith("tie ") else []
+        lines += [f"{pattern} {{\n{text}\n}}" if text.startswith(_SIDES) else f"{pattern}: {text}" for text in texts]
     return format_plan(Source("\n".join([*lines, "unmatched: replicate", ""])))
 
 
@@ -262,6 +286,42 @@ def _local_owners(plan: Mapping[str, str], model: Model | None) -> list[str]:
     return sorted(owners - plan.keys() - {""})
 
 
+def _other_names(plan: Mapping[str, str], model: Model | None) -> dict[str, str]:
+    """Return words for embeddings and heads that the plan does not list and whose weight is one with a listed one."""
+    words = {}
+    for names in model.tied if model is not None else ():
+        patterns = [starred(name).removesuffix(".weight") for name in names]
+        if any(plan.get(pattern) in _OF_VOCABULARY for pattern in patterns):
+            for pattern, name in zip(patterns, names, strict=True):
+                kind = model.kind(name.removesuffix(".weight")) if model is not None else None
+                if pattern not in plan and kind is not None and kind.name in _VOCABULARY_WORDS:
+                    words[pattern] = _VOCABULARY_WORDS[kind.name]
+    return words
+
+
+def _norms_of_heads(plan: Mapping[str, str], model: Model | None, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return words for norms over one head that the plan does not list: the values that they scale are sharded."""
+    owners = {pattern.rpartition(".")[0] for pattern in _whole_heads(plan, config)}
+    words = {}
+    for tensor in model.tensors if model is not None else ():
+        path = tensor.name.rpartition(".")[0]
+        kind = model.kind(path) if model is not None else None
+        if kind is not None and kind.name == "norm" and starred(path).rpartition(".")[0] in owners:
+            words[starred(path)] = plan.get(starred(path), "replicated_with_grad_allreduce")
+    return words
+
+
+def _activations(plan: Mapping[str, str], heads: Iterable[str], model: Model | None) -> list[str]:
+    """Return the activations with numbers that are trained, beside layers that are sharded by columns and by rows."""
+    pairs = [{p.rpartition(".")[0] for p, word in plan.items() if word == each} for each in ("colwise", "rowwise")]
+    owners = set.intersection(*pairs) - {pattern.rpartition(".")[0] for pattern in heads} - set(plan)
+    sizes: dict[str, int] = {}
+    for tensor in model.tensors if model is not None else ():
+        path = starred(tensor.name.rpartition(".")[0])
+        sizes[path] = max(tensor.numel, sizes.get(path, 0))
+    return [path for path, size in sizes.items() if size == 1 and path.rpartition(".")[0] in owners and path not in plan]
+
+
 def _takes_weights(pattern: str, model: Model) -> bool:
     arguments = next((info.arguments for path, info in model.modules.items() if starred(path) == pattern), ())
     return not arguments or len(arguments) > 2
@@ -269,7 +329,7 @@ def _takes_weights(pattern: str, model: Model) -> bool:
 
 def _whole_heads(plan: Mapping[str, str], config: Mapping[str, Any]) -> frozenset[str]:
     """Return the sharded projections of attention, if the configuration has the length of every head."""
-    if not _head_dim(config) or any(config.get(key) is not None for key in _ODD_HEADS):
+    if not _head_dim(config) or any(_value(config, key) is not None for key in _ODD_HEADS):
         return frozenset()
     expected = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
     owners = {pattern.rpartition(".")[0] for pattern in plan if pattern.endswith(".q_proj")}
@@ -281,12 +341,29 @@ def _whole_heads(plan: Mapping[str, str], config: Mapping[str, Any]) -> frozense
     )
 
 
+def _shared_heads(heads: Iterable[str], model: Model | None) -> list[str]:
+    """Return the modules of sharded attention in which several query heads share a key head, and whose code says how
+    many: with more ranks than key heads, several ranks hold the same one."""
+    owners = dict.fromkeys(pattern.rpartition(".")[0] for pattern in sorted(heads))
+    infos = {starred(path): info for path, info in model.modules.items()} if model is not None else {}
+    found = [owner for owner in owners if owner in infos and infos[owner].counts.get("num_key_value_groups", 1) > 1]
+    return found if len(found) == len(owners) else []
+
+
 def _head_dim(config: Mapping[str, Any]) -> str:
     """Return the length of a head, in the language of plans; empty if the configuration does not have it."""
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    if heads and width and width % heads == 0:
-        return "config.head_dim ?? config.hidden_size / config.num_attention_heads"
-    return "config.head_dim" if config.get("head_dim") else ""
+    names = ("head_dim", "hidden_size", "num_attention_heads")
+    size, width, heads = (_value(config, name) for name in names)
+    own, wide, count = (_key(config, name) for name in names)
+    if heads and width and width % heads == 0 and size in (None, width // heads):
+        return f"{own} ?? {wide} / {count}"
+    return f"{own} ?? {size}" if size else ""
+
+
+def _value(config: Mapping[str, Any], name: str) -> Any:
+    """Return a key of the configuration; for a model of several parts, of the text part."""
+    part: Any = next((each for each in config.values() if isinstance(each, Mapping) and name in each), {})
+    return config[name] if name in config else part.get(name)
 
 
 def _key(config: Mapping[str, Any], name: str) -> str:
@@ -295,15 +372,32 @@ def _key(config: Mapping[str, Any], name: str) -> str:
     return f"config.{part}.{name}" if part and name not in config else f"config.{name}"
 
 
-def _header(count: int, heads: Iterable[str], ep_plan: Mapping[str, str], config: Mapping[str, Any]) -> list[str]:
+def _header(
+    count: int,
+    heads: Iterable[str],
+    shared: Iterable[str],
+    ep_plan: Mapping[str, str],
+    config: Mapping[str, Any],
+    more: Mapping[str, Sequence[str]],
+) -> list[str]:
     kind = "tensor- and expert-parallel" if ep_plan else "tensor-parallel"
-    lines = ["shard 1", f"# made of a Hugging Face {kind} plan of {count} rules", 'include "std/hugging_face.shard"']
+    sources = [f"a Hugging Face {kind} plan of {count} rules"] if count else []
+    sources += ["the modules of the model"] if more else []
+    lines = ["shard 1", f"# made of {' and '.join(sources)}", 'include "std/hugging_face.shard"']
+    lines += ['include "std/styles.shard"'] if more else []
     lines += ["param tp = world"] if not ep_plan else ["param tp = 1", "param ep = world / tp"]
     if heads:
         lines.append(f"let hd = {_head_dim(config)}")
+    axis = "tp"
+    if shared:
+        default = _value(config, "num_key_value_heads")
+        lines.append(f"let kv = {_key(config, 'num_key_value_heads')}" + (f" ?? {default}" if default else ""))
+        axis = "tp (kvg = gcd(tp, kv), kvr = tp / kvg)"
     lines += (
-        ["mesh (dp = world / (ep * tp), ep, tp)", "data dp*ep"]
+        [f"mesh (dp = world / (ep * tp), ep, {axis})", "data dp*ep"]
         if ep_plan
-        else ["mesh (dp = world / tp, tp)", "data dp"]
+        else [f"mesh (dp = world / tp, {axis})", "data dp"]
     )
+    if shared:
+        lines.append('require kv % tp == 0 or tp % kv == 0 "kv heads must divide tp, or tp must divide kv heads"')
     return lines

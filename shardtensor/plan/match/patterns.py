@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import attrs
 
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
 """Segments that wrapper modules add to names; patterns are matched without them."""
 
 _TOKEN = re.compile(r'"([^"]*)"|(\*+)|\{([^{}]*)\}|<(\w+)>|([^"*{<]+|.)', re.DOTALL)
