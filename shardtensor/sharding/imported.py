@@ -18,8 +18,9 @@ from shardtensor.errors import PlanError, ShardTensorError, SpecError
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.interop.adapters import resolve_with_adapters
 from shardtensor.plan.interop.derived import Part, Rules, derived_parts
-from shardtensor.plan.interop.hugging_face import plan_text_from_hf
+from shardtensor.plan.interop.hugging_face import OF_VOCABULARY, plan_text_from_hf
 from shardtensor.plan.loading import load_plan
+from shardtensor.plan.match.patterns import starred
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.reading import read_plan
 from shardtensor.sharding.model_info import model_info
@@ -97,7 +98,7 @@ class _Given:
 def _imported(given: _Given) -> ImportedPlan:
     model, info = given.model, model_info(given.model)
     config, words = config_of(model), dict(getattr(model, "tp_plan", None) or {})
-    is_own = any("*" in pattern for pattern in words)
+    is_own = any(word not in OF_VOCABULARY for word in words.values())
     try:
         small = _Small.of(model)
     except Exception as error:  # code of transformers and of users that is run with other sizes may raise anything
@@ -124,11 +125,18 @@ def _refused(model: nn.Module, facts: Mapping[str, str]) -> PlanError:
 
 @attrs.frozen(eq=False)
 class _Small:
-    """A small model of the same code, with which plans are verified."""
+    """A small model of the same code, with which plans are verified.
+
+    Attributes:
+        config: its keys.
+        make: returns it and its step, for `check_numeric`.
+        used: patterns of the modules whose parameters its step uses.
+    """
 
     config: Any
     make: Callable[[], Any]
     info: Any
+    used: frozenset[str]
 
     @classmethod
     def of(cls, model: nn.Module) -> _Small:
@@ -140,7 +148,9 @@ class _Small:
 
         module, step = make()
         step(module.double().eval(), 0).backward()
-        return cls(config.to_dict(), make, model_info(module))
+        named = module.named_parameters(remove_duplicate=False)
+        used = frozenset(starred(name.rpartition(".")[0]) for name, each in named if each.grad is not None)
+        return cls(config.to_dict(), make, model_info(module), used)
 
     def fault(self, words: Words, more: Rules) -> str:
         """Return what is wrong with the rules; empty if nothing is."""
@@ -205,7 +215,10 @@ def _right_rules(parts: Sequence[Part], small: _Small) -> tuple[Rules, dict[str,
     for part in parts:
         twin = twins.get(part.key)
         ways = [name for name in part.ways if twin is not None and name in twin.ways]
-        faults = ["the shapes of its small model are others"]
+        faults = ["in a small model of its kind it has other shapes"]
+        layers = {pattern for pattern, texts in next(iter(part.ways.values())).items() if texts and "wise(" in texts[0]}
+        if not layers <= small.used:
+            ways, faults = [], ["the step of a small model does not call it"]
         for name in ways:
             assert twin is not None
             faults.append(small.fault({}, of_small | twin.ways[name]))

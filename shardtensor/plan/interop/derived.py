@@ -125,12 +125,13 @@ def _attention(model: Model, path: str, layers: Sequence[_Linear]) -> dict[str, 
     if not heads or width % heads or len({layer.width_in for layer in inputs}) != 1:
         return {}
     size = width // heads
+    owner = inputs[0].pattern.rpartition(".")[0]
     products = _separate(inputs, width, kv * size, size) if len(inputs) > 1 else _fused(inputs[0], heads, kv, size)
     rest: dict[str, list[str]] = {output.pattern: [f"rowwise(tp, unit={size})"]}
     rest |= {norm: ["hf_replicated_with_grad_allreduce(tp)"] for norm in _norms_of_heads(model, path, size)}
-    owner = inputs[0].pattern.rpartition(".")[0]
+    rest |= _biases(model, path, owner, heads)
     return {
-        f"{product}, {count}": {**rules, **rest, **({owner: lines} if lines else {})}
+        f"{product}, {count}": {**rules, **rest, owner: [*rest.get(owner, ()), *lines]}
         for product, rules in products.items()
         for count, lines in _counts(counts, heads, kv, size, "kvg" if product == "shared heads" else "tp").items()
     }
@@ -188,6 +189,22 @@ def _counts(counts: Mapping[str, int], heads: int, kv: int, size: int, axis: str
         ", ".join(["numbers", *names]): [*lines, *(f"local {name}: [tp unit({size})]" for name in names)]
         for names in sorted(sets[:16], key=lambda names: (len(names) not in (0, len(wide)), len(names)))
     }
+
+
+def _biases(model: Model, path: str, owner: str, heads: int) -> dict[str, list[str]]:
+    """Return rules for biases of scores: a table with a column for each head, as T5 has it, and an argument."""
+    arguments = next(info.arguments for name, info in model.modules.items() if starred(name) == owner)
+    tables = [
+        each for each in model.paths
+        if _kind(model, each) == "embedding" and model.by_name[f"{each}.weight"].shape[-1] == heads
+    ]  # fmt: skip
+    rules = {starred(each): ["hf_table_of_heads(tp)"] for each in tables if each.startswith(f"{path}.")}
+    if not rules and "position_bias" not in arguments:
+        return {}
+    entries = ["in: replicate", *("in key_value_states: replicate",) * ("key_value_states" in arguments)]
+    if "position_bias" in arguments:  # from a table in the first layer, (batch, heads, ...); or made whole, (heads, ...)
+        entries.append(f"in position_bias: {'[-, tp, ...]' if tables else 'replicate -> [tp, ...]'}")
+    return {**rules, owner: entries}
 
 
 def _norms_of_heads(model: Model, path: str, size: int) -> list[str]:

@@ -106,7 +106,7 @@ OWNERS = {"moe_tp_experts": 3, "ep_dispatch_experts": 3, "local_params": 1}
 """Words of modules whose tensors have rules of their own -> the number of dims of these tensors."""
 
 _VOCABULARY_WORDS = {"embedding": "embedding_rowwise", "linear": "colwise_gather_output"}
-_OF_VOCABULARY = (*_VOCABULARY_WORDS.values(), "colwise_rep")
+OF_VOCABULARY = (*_VOCABULARY_WORDS.values(), "colwise_rep")
 """Words that shard a vocabulary, by the kind of the layer."""
 
 _ODD_HEADS = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "kv_lora_rank")
@@ -115,7 +115,7 @@ _ODD_HEADS = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "kv_lora_rank")
 _KV = (".k_proj", ".v_proj")
 """The ends of patterns of projections that several query heads share."""
 
-_SIDES = ("use ", "local ")
+_SIDES = ("use ", "local ", "in ", "in: ")
 """The beginnings of entries that are written in the block of a module."""
 
 _LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm")
@@ -220,7 +220,9 @@ def plan_text_from_hf(
     lines = [*_header(count, heads, shared, ep_plan, keys, more or {}), ""]
     for pattern, texts in rules.items():
         lines += [pattern] if pattern.startswith("tie ") else []
-        lines += [f"{pattern} {{\n{text}\n}}" if text.startswith(_SIDES) else f"{pattern}: {text}" for text in texts]
+        lines += [f"{pattern}: {text}" for text in texts if not text.startswith(_SIDES)]
+        sides = [text for text in texts if text.startswith(_SIDES)]
+        lines += [f"{pattern} {{", *sides, "}"] if sides else []
     return format_plan(Source("\n".join([*lines, "unmatched: replicate", ""])))
 
 
@@ -291,7 +293,7 @@ def _other_names(plan: Mapping[str, str], model: Model | None) -> dict[str, str]
     words = {}
     for names in model.tied if model is not None else ():
         patterns = [starred(name).removesuffix(".weight") for name in names]
-        if any(plan.get(pattern) in _OF_VOCABULARY for pattern in patterns):
+        if any(plan.get(pattern) in OF_VOCABULARY for pattern in patterns):
             for pattern, name in zip(patterns, names, strict=True):
                 kind = model.kind(name.removesuffix(".weight")) if model is not None else None
                 if pattern not in plan and kind is not None and kind.name in _VOCABULARY_WORDS:
