@@ -11,7 +11,6 @@ from shardtensor.errors import SpecError
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.reading import read_plan
 
-
 PACKAGED = {
     "bert": "bert", "gpt2": "gpt2", "llama": "llama", "mistral": "llama", "mixtral": "mixtral", "qwen2": "llama",
     "t5": "t5", "vit": "vit",

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
 
 from shardtensor.errors import PlanError, ShardTensorError, SpecError
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.interop.adapters import resolve_with_adapters
 from shardtensor.plan.interop.derived import Part, Rules, derived_parts
-from shardtensor.plan.interop.hugging_face import OF_VOCABULARY, plan_text_from_hf
+from shardtensor.plan.interop.hugging_face import OF_VOCABULARY, plan_text_from_hf, value_of
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.patterns import starred
+from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.reading import read_plan
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.numeric import check_numeric
-from shardtensor.sharding.small_model import make_small, small_config, small_step
+from shardtensor.sharding.small_model import make_small, small_configs, small_step
 
 Words = Mapping[str, str]
 """A plan of transformers: from patterns to words."""
@@ -46,16 +48,18 @@ class ImportedPlan:
     unverified: str = ""
 
 
-def imported_plan(model: nn.Module) -> ImportedPlan:
+def imported_plan(model: nn.Module, world: int | None = None) -> ImportedPlan:
     """Return the plan of a model of transformers. Runs small models in this process; sends nothing.
 
     Args:
         model: its values are not read, so it may be on the meta device.
+        world: a number of ranks for which the plan has no errors: parts that these cannot share stay whole. Without it
+            the plan is for all numbers that its parts allow.
 
     Raises:
         PlanError: transformers has no plan for it, and none can be derived and verified.
     """
-    return _imported(_Given(type(model), json.dumps(config_of(model), sort_keys=True, default=str), model))
+    return _imported(_Given(type(model), json.dumps(config_of(model), sort_keys=True, default=str), model), world)
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
@@ -78,11 +82,17 @@ def automatic_plan(model: nn.Module, world: int) -> Plan:
         )
     try:
         plan = load_plan("auto", config=config, world=world)
-        if not any(finding.severity == "error" for finding in check_plan(resolve_with_adapters(plan, model_info(model)))):
+        if not _error(plan, model_info(model)):
             return plan
     except SpecError:
         pass  # there is none, or none for this number of ranks
-    return read_plan(imported_plan(model).text, config=config, world=world)
+    return read_plan(imported_plan(model, world).text, config=config, world=world)
+
+
+def _error(plan: Plan, model: Model) -> str:
+    """Return the first error of a plan that is found without running it; empty if there is none."""
+    found = check_plan(resolve_with_adapters(plan, model))
+    return next((finding.fault for finding in found if finding.severity == "error"), "")
 
 
 @attrs.frozen
@@ -95,24 +105,24 @@ class _Given:
 
 
 @lru_cache(maxsize=8)
-def _imported(given: _Given) -> ImportedPlan:
-    model, info = given.model, model_info(given.model)
-    config, words = config_of(model), dict(getattr(model, "tp_plan", None) or {})
+def _imported(given: _Given, world: int | None) -> ImportedPlan:
+    model, config, words = given.model, config_of(given.model), dict(getattr(given.model, "tp_plan", None) or {})
+    write = partial(plan_text_from_hf, config=config, model=model_info(model))
     is_own = any(word not in OF_VOCABULARY for word in words.values())
     try:
-        small = _Small.of(model)
+        verifier = _Verifier.of(model, write, world)
     except Exception as error:  # code of transformers and of users that is run with other sizes may raise anything
         why = f"a small model of its kind does not run: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if not is_own:
             raise _refused(model, {"not verified": why}) from None
-        return ImportedPlan(plan_text_from_hf(words, config=config, model=info), unverified=why)
+        return ImportedPlan(write(words), unverified=why)
     if is_own:
-        words, whole = _right_words(words, small)
-        return ImportedPlan(plan_text_from_hf(words, config=config, model=info), whole)
-    rules, whole = _right_rules(derived_parts(info), small)
+        words, whole = _right_words(words, verifier)
+        return ImportedPlan(write(words), whole)
+    rules, whole = _right_rules(derived_parts(model_info(model)), verifier)
     if not rules:
         raise _refused(model, whole or {"found": "no attention, feed-forward network or vocabulary that is known"})
-    return ImportedPlan(plan_text_from_hf({}, config=config, model=info, more=rules), whole)
+    return ImportedPlan(write({}, more=rules), whole)
 
 
 def _refused(model: nn.Module, facts: Mapping[str, str]) -> PlanError:
@@ -124,58 +134,84 @@ def _refused(model: nn.Module, facts: Mapping[str, str]) -> PlanError:
 
 
 @attrs.frozen(eq=False)
-class _Small:
-    """A small model of the same code, with which plans are verified.
+class _Verifier:
+    """Finds out whether rules are right, with a small model of the same code.
 
     Attributes:
-        config: its keys.
-        make: returns it and its step, for `check_numeric`.
+        write: returns the text of rules of the model itself.
+        world: the ranks that share the model itself, if they are known.
+        model, config: the model itself, and the keys of the small one.
+        make: returns the small model and its step, for `check_numeric`.
+        small: names and shapes of the small model.
         used: patterns of the modules whose parameters its step uses.
     """
 
-    config: Any
+    write: Callable[..., str]
+    world: int | None
+    model: nn.Module
+    config: Mapping[str, Any]
     make: Callable[[], Any]
-    info: Any
+    small: Model
     used: frozenset[str]
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Small:
-        """Return the small model; raise what its code raises if it does not run."""
-        config = small_config(model)
-
-        def make() -> Any:
-            return make_small(type(model), config), small_step
-
-        module, step = make()
-        step(module.double().eval(), 0).backward()
-        named = module.named_parameters(remove_duplicate=False)
-        used = frozenset(starred(name.rpartition(".")[0]) for name, each in named if each.grad is not None)
-        return cls(config.to_dict(), make, model_info(module), used)
-
-    def fault(self, words: Words, more: Rules) -> str:
-        """Return what is wrong with the rules; empty if nothing is."""
-        text = plan_text_from_hf(words, config=self.config, model=self.info, more=more)
-        for ranks in (2, 4) if "kvr" in text else (2,):
+    def of(cls, model: nn.Module, write: Callable[..., str], world: int | None) -> _Verifier:
+        """Make the small model; raise what its code raises if it does not run."""
+        fault: Exception | None = None
+        for config in small_configs(model):
+            make = partial(_made, type(model), config)
             try:
+                with torch.random.fork_rng(devices=[]):
+                    module = make()[0].double().eval()
+                    small_step(module, 0).backward()
+            except Exception as error:  # as above
+                fault = error
+                continue
+            named = module.named_parameters(remove_duplicate=False)
+            used = frozenset(starred(name.rpartition(".")[0]) for name, each in named if each.grad is not None)
+            return cls(write, world, model, config.to_dict(), make, model_info(module), used)
+        assert fault is not None
+        raise fault
+
+    def fault(self, words: Words, more: Rules, of_small: Rules) -> str:
+        """Return what is wrong with the rules, those of the small model in `of_small`; empty if nothing is."""
+        text = plan_text_from_hf(words, config=self.config, model=self.small, more=of_small)
+        try:
+            if self.world is not None:
+                keys = config_of(self.model)
+                plan = read_plan(self.write(words, more=more), config=keys, world=self.world)
+                if fault := _error(plan, model_info(self.model)):
+                    return fault
+            for ranks in self._worlds("kvr" in text):
                 findings = check_numeric(read_plan(text, config=self.config, world=ranks), self.make)
-            except ShardTensorError as error:
-                return str(error).partition("\n")[0]
-            if findings:
-                return findings[0].fault
+                if findings:
+                    return findings[0].fault
+        except ShardTensorError as error:
+            return str(error).partition("\n")[0]
         return ""
 
+    def _worlds(self, is_shared: bool) -> tuple[int, ...]:
+        """Return the numbers of ranks to run on: two, and so many that some hold the same key head."""
+        heads, kv = (value_of(self.config, f"num_{name}_heads") or 1 for name in ("attention", "key_value"))
+        more = next((kv * n for n in range(2, heads // kv + 1) if (heads // kv) % n == 0), 0)
+        return (2, more) if is_shared and 2 < more <= 16 else (2,)
 
-def _right_words(words: Words, small: _Small) -> tuple[Words, dict[str, str]]:
+
+def _made(kind: type, config: Any) -> Any:
+    return make_small(kind, config), small_step
+
+
+def _right_words(words: Words, verifier: _Verifier) -> tuple[Words, dict[str, str]]:
     """Return the words that are right: all of them, or those of the parts that are; and what is wrong with others."""
-    if not small.fault(words, {}):
+    if not verifier.fault(words, {}, {}):
         return words, {}
     right: dict[str, str] = {}
     whole: dict[str, str] = {}
     for part, own in _parts(words, _part).items():
-        fault = small.fault(right | own, {})
+        fault = verifier.fault(right | own, {}, {})
         inner = _parts(own, lambda pattern, part=part: _inner(pattern, part, words)) if fault else {part: own}
         for name, few in inner.items():
-            if fault and (len(inner) == 1 or small.fault(right | few, {})):
+            if fault and (len(inner) == 1 or verifier.fault(right | few, {}, {})):
                 whole[name] = fault
             else:
                 right |= few
@@ -206,9 +242,9 @@ def _inner(pattern: str, part: str, words: Words) -> str:
     return child if any(other.startswith(f"{child}.") for other in words) else part
 
 
-def _right_rules(parts: Sequence[Part], small: _Small) -> tuple[Rules, dict[str, str]]:
+def _right_rules(parts: Sequence[Part], verifier: _Verifier) -> tuple[Rules, dict[str, str]]:
     """Return the rules of a model that are right in the small one, by part; and what is wrong with the others."""
-    twins = {part.key: part for part in derived_parts(small.info)}
+    twins = {part.key: part for part in derived_parts(verifier.small)}
     right: dict[str, Sequence[str]] = {}
     of_small: dict[str, Sequence[str]] = {}
     whole: dict[str, str] = {}
@@ -217,11 +253,11 @@ def _right_rules(parts: Sequence[Part], small: _Small) -> tuple[Rules, dict[str,
         ways = [name for name in part.ways if twin is not None and name in twin.ways]
         faults = ["in a small model of its kind it has other shapes"]
         layers = {pattern for pattern, texts in next(iter(part.ways.values())).items() if texts and "wise(" in texts[0]}
-        if not layers <= small.used:
+        if not layers <= verifier.used:
             ways, faults = [], ["the step of a small model does not call it"]
         for name in ways:
             assert twin is not None
-            faults.append(small.fault({}, of_small | twin.ways[name]))
+            faults.append(verifier.fault({}, right | part.ways[name], of_small | twin.ways[name]))
             if not faults[-1]:
                 right |= part.ways[name]
                 of_small |= twin.ways[name]

@@ -78,7 +78,9 @@ def _with_norms(model: Model, part: Part) -> Part:
     norms = list(dict.fromkeys(starred(path) for path in model.paths if _kind(model, path) == "norm"))
 
     def completed(rules: Rules) -> Rules:
-        owners = {p.rpartition(".")[0] for p, texts in rules.items() if any(text.startswith("colwise") for text in texts)}
+        owners = {
+            p.rpartition(".")[0] for p, texts in rules.items() if any(text.startswith("colwise") for text in texts)
+        }
         beside = (norm for norm in norms if norm.rpartition(".")[0] in owners and norm not in rules)
         return {**rules, **{norm: ["along(replicate)"] for norm in beside}}
 
@@ -202,7 +204,9 @@ def _biases(model: Model, path: str, owner: str, heads: int) -> dict[str, list[s
     if not rules and "position_bias" not in arguments:
         return {}
     entries = ["in: replicate", *("in key_value_states: replicate",) * ("key_value_states" in arguments)]
-    if "position_bias" in arguments:  # from a table in the first layer, (batch, heads, ...); or made whole, (heads, ...)
+    if (
+        "position_bias" in arguments
+    ):  # from a table in the first layer, (batch, heads, ...); or made whole, (heads, ...)
         entries.append(f"in position_bias: {'[-, tp, ...]' if tables else 'replicate -> [tp, ...]'}")
     return {**rules, owner: entries}
 

@@ -321,7 +321,9 @@ def _activations(plan: Mapping[str, str], heads: Iterable[str], model: Model | N
     for tensor in model.tensors if model is not None else ():
         path = starred(tensor.name.rpartition(".")[0])
         sizes[path] = max(tensor.numel, sizes.get(path, 0))
-    return [path for path, size in sizes.items() if size == 1 and path.rpartition(".")[0] in owners and path not in plan]
+    return [
+        path for path, size in sizes.items() if size == 1 and path.rpartition(".")[0] in owners and path not in plan
+    ]
 
 
 def _takes_weights(pattern: str, model: Model) -> bool:
@@ -331,7 +333,7 @@ def _takes_weights(pattern: str, model: Model) -> bool:
 
 def _whole_heads(plan: Mapping[str, str], config: Mapping[str, Any]) -> frozenset[str]:
     """Return the sharded projections of attention, if the configuration has the length of every head."""
-    if not _head_dim(config) or any(_value(config, key) is not None for key in _ODD_HEADS):
+    if not _head_dim(config) or any(value_of(config, key) is not None for key in _ODD_HEADS):
         return frozenset()
     expected = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
     owners = {pattern.rpartition(".")[0] for pattern in plan if pattern.endswith(".q_proj")}
@@ -355,14 +357,14 @@ def _shared_heads(heads: Iterable[str], model: Model | None) -> list[str]:
 def _head_dim(config: Mapping[str, Any]) -> str:
     """Return the length of a head, in the language of plans; empty if the configuration does not have it."""
     names = ("head_dim", "hidden_size", "num_attention_heads")
-    size, width, heads = (_value(config, name) for name in names)
+    size, width, heads = (value_of(config, name) for name in names)
     own, wide, count = (_key(config, name) for name in names)
     if heads and width and width % heads == 0 and size in (None, width // heads):
         return f"{own} ?? {wide} / {count}"
     return f"{own} ?? {size}" if size else ""
 
 
-def _value(config: Mapping[str, Any], name: str) -> Any:
+def value_of(config: Mapping[str, Any], name: str) -> Any:
     """Return a key of the configuration; for a model of several parts, of the text part."""
     part: Any = next((each for each in config.values() if isinstance(each, Mapping) and name in each), {})
     return config[name] if name in config else part.get(name)
@@ -392,7 +394,7 @@ def _header(
         lines.append(f"let hd = {_head_dim(config)}")
     axis = "tp"
     if shared:
-        default = _value(config, "num_key_value_heads")
+        default = value_of(config, "num_key_value_heads")
         lines.append(f"let kv = {_key(config, 'num_key_value_heads')}" + (f" ?? {default}" if default else ""))
         axis = "tp (kvg = gcd(tp, kv), kvr = tp / kvg)"
     lines += (

@@ -1,0 +1,66 @@
+"""Which architectures of transformers work, as a table: with an imported plan, fully sharded, and on how many ranks.
+
+``python benchmarks/architectures.py [NAME...]`` trains a small model of each for three steps on simulated ranks and
+compares all parameters with those of the dense model. It needs transformers, and takes two minutes on one core.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import torch
+from harness.architectures import ARCHITECTURES, off_after_three_steps, small_model
+
+from shardtensor.errors import ShardTensorError
+from shardtensor.sharding.imported import imported_plan
+from shardtensor.sim.simulate import simulate
+
+WORLDS = (2, 4, 8)
+CLOSE = 1e-5
+"""Relative: some of their code computes in float32."""
+
+
+def trained(module: Any, text: str) -> str:
+    """Return on which numbers of ranks training gives the dense parameters, or what else happens."""
+    found = []
+    for ranks in WORLDS:
+        try:
+            off = max(simulate(ranks, off_after_three_steps, module, text))
+            found.append("ok" if off < CLOSE else f"off by {off:.1g}")
+        except ShardTensorError as error:
+            found.append(str(error).strip().partition("\n")[0])
+    return "ok" if set(found) == {"ok"} else "; ".join(f"{n}: {each}" for n, each in zip(WORLDS, found, strict=True))
+
+
+def row(name: str) -> str:
+    """Return the row of an architecture."""
+    module = small_model(name)
+    source = "its own" if any(word for word in (module.tp_plan or {}).values()) else "derived"
+    try:
+        plan = imported_plan(module)
+        imported, whole = trained(module, plan.text), ", ".join(plan.whole) or "-"
+    except ShardTensorError as error:
+        imported, whole = f"refused: {str(error).partition(chr(10))[0]}", "-"
+    return f"| {name} | {source} | {imported} | {whole} | {trained(module, 'fsdp')} |"
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    print(f"three steps on {', '.join(map(str, WORLDS))} simulated ranks; ok: the parameters of the dense model")
+    print("| architecture | plan | imported | not sharded | fsdp |\n|---|---|---|---|---|")
+    for name in sys.argv[1:] or ARCHITECTURES:
+        print(row(name), flush=True)
+
+
+if __name__ == "__main__":
+    main()
