@@ -35,8 +35,9 @@ def trained(module: Any, text: str) -> str:
         try:
             off = max(simulate(ranks, off_after_three_steps, module, text))
             found.append("ok" if off < CLOSE else f"off by {off:.1g}")
-        except ShardTensorError as error:
-            found.append(str(error).strip().partition("\n")[0])
+        except Exception as error:  # what the model's code raises is a result, too
+            kind = "" if isinstance(error, ShardTensorError) else f"{type(error).__name__}: "
+            found.append(kind + str(error).strip().partition("\n")[0])
     return "ok" if set(found) == {"ok"} else "; ".join(f"{n}: {each}" for n, each in zip(WORLDS, found, strict=True))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -218,6 +218,10 @@ def plan_text_from_hf(
     rules |= {pattern: list(texts) for pattern, texts in (more or {}).items()}
     shared = shared or [text for texts in rules.values() for text in texts if "kvg" in text]
     lines = [*_header(count, heads, shared, ep_plan, keys, more or {}), ""]
+    if _needs_heads(kept, heads, model) and (number := value_of(keys, "num_attention_heads")):
+        kv = value_of(keys, "num_key_value_heads") or number
+        for name, default in {"num_attention_heads": number, "num_key_value_heads": kv}.items():
+            lines.insert(-1, f'require ({_key(keys, name)} ?? {default}) % tp == 0 "every rank needs whole heads"')
     for pattern, texts in rules.items():
         lines += [pattern] if pattern.startswith("tie ") else []
         lines += [f"{pattern}: {text}" for text in texts if not text.startswith(_SIDES)]
@@ -335,14 +339,22 @@ def _whole_heads(plan: Mapping[str, str], config: Mapping[str, Any]) -> frozense
     """Return the sharded projections of attention, if the configuration has the length of every head."""
     if not _head_dim(config) or any(value_of(config, key) is not None for key in _ODD_HEADS):
         return frozenset()
-    expected = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
-    owners = {pattern.rpartition(".")[0] for pattern in plan if pattern.endswith(".q_proj")}
-    return frozenset(
-        f"{owner}.{name}"
-        for owner in owners
-        if all(plan.get(f"{owner}.{name}") == word for name, word in expected.items())
-        for name in expected
+    found: list[str] = []
+    for owner in {pattern.rpartition(".")[0] for pattern in plan if pattern.endswith(".q_proj")}:
+        inputs = [f"{owner}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+        outputs = [p for p, word in plan.items() if word == "rowwise" and p.rpartition(".")[0] == owner]
+        if all(plan.get(pattern) == "colwise" for pattern in inputs) and len(outputs) == 1:
+            found += [*inputs, *outputs]
+    return frozenset(found)
+
+
+def _needs_heads(plan: Mapping[str, str], heads: Container[str], model: Model | None) -> bool:
+    """Whether some products of attention are sharded by columns, and not in units of heads."""
+    infos = {starred(path): info for path, info in model.modules.items()} if model is not None else {}
+    owners = (
+        pattern.rpartition(".")[0] for pattern, word in plan.items() if word == "colwise" and pattern not in heads
     )
+    return any(owner in infos and "attention" in infos[owner].class_name.lower() for owner in owners)
 
 
 def _shared_heads(heads: Iterable[str], model: Model | None) -> list[str]:
