@@ -20,7 +20,11 @@ import torch
 from harness.architectures import ARCHITECTURES, off_after_three_steps, small_model
 
 from shardtensor.errors import ShardTensorError
+from shardtensor.plan.loading import load_plan
+from shardtensor.plan.match.patterns import starred
+from shardtensor.plan.match.resolve import resolve
 from shardtensor.sharding.imported import imported_plan
+from shardtensor.sharding.model_info import model_info
 from shardtensor.sim.simulate import simulate
 
 WORLDS = (2, 4, 8)
@@ -46,11 +50,19 @@ def row(name: str) -> str:
     module = small_model(name)
     source = "its own" if any(word for word in (module.tp_plan or {}).values()) else "derived"
     try:
-        plan = imported_plan(module)
-        imported, whole = trained(module, plan.text), ", ".join(plan.whole) or "-"
+        text = imported_plan(module).text
+        imported, share = trained(module, text), sharded(module, text)
     except ShardTensorError as error:
-        imported, whole = f"refused: {str(error).partition(chr(10))[0]}", "-"
-    return f"| {name} | {source} | {imported} | {whole} | {trained(module, 'fsdp')} |"
+        imported, share = f"refused: {str(error).partition(chr(10))[0]}", "-"
+    return f"| {name} | {source} | {imported} | {share} | {trained(module, 'fsdp')} |"
+
+
+def sharded(module: Any, text: str) -> str:
+    """Return which part of the parameters in layers, without the vocabulary, the plan shards."""
+    resolved = resolve(load_plan(text, config=module.config, world=2), model_info(module))
+    layers = [each for name, each in resolved.tensors.items() if "*" in starred(name) and len(each.tensor.shape) > 1]
+    cut = sum(each.tensor.numel for each in layers if not each.layout.is_replicated)
+    return f"{100 * cut / max(sum(each.tensor.numel for each in layers), 1):.0f} %"
 
 
 def main() -> None:
@@ -58,7 +70,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     print(f"three steps on {', '.join(map(str, WORLDS))} simulated ranks; ok: the parameters of the dense model")
-    print("| architecture | plan | imported | not sharded | fsdp |\n|---|---|---|---|---|")
+    print("| architecture | plan | imported | weights of layers sharded | fsdp |\n|---|---|---|---|---|")
     for name in sys.argv[1:] or ARCHITECTURES:
         print(row(name), flush=True)
 

@@ -117,8 +117,8 @@ def _imported(given: _Given, world: int | None) -> ImportedPlan:
             raise _refused(model, {"not verified": why}) from None
         return ImportedPlan(write(words), unverified=why)
     if is_own:
-        words, whole = _right_words(words, verifier)
-        return ImportedPlan(write(words), whole)
+        right, whole = _right_words(words, verifier)
+        return ImportedPlan(write(right), whole)
     rules, whole = _right_rules(derived_parts(model_info(model)), verifier)
     if not rules:
         raise _refused(model, whole or {"found": "no attention, feed-forward network or vocabulary that is known"})
@@ -127,7 +127,7 @@ def _imported(given: _Given, world: int | None) -> ImportedPlan:
 
 def _refused(model: nn.Module, facts: Mapping[str, str]) -> PlanError:
     return PlanError(
-        f"transformers has no tensor-parallel plan for {type(model).__name__}, and none can be derived from its modules",
+        f"transformers has no tensor-parallel plan for {type(model).__name__}, and its modules do not give one",
         facts,
         ["write a plan for it", 'shard it fully with the plan "fsdp"'],
     )
@@ -209,7 +209,7 @@ def _right_words(words: Words, verifier: _Verifier) -> tuple[Words, dict[str, st
     whole: dict[str, str] = {}
     for part, own in _parts(words, _part).items():
         fault = verifier.fault(right | own, {}, {})
-        inner = _parts(own, lambda pattern, part=part: _inner(pattern, part, words)) if fault else {part: own}
+        inner = _parts(own, partial(_inner, part=part, words=words)) if fault else {part: own}
         for name, few in inner.items():
             if fault and (len(inner) == 1 or verifier.fault(right | few, {}, {})):
                 whole[name] = fault
@@ -257,7 +257,7 @@ def _right_rules(parts: Sequence[Part], verifier: _Verifier) -> tuple[Rules, dic
             ways, faults = [], ["the step of a small model does not call it"]
         for name in ways:
             assert twin is not None
-            faults.append(verifier.fault({}, right | part.ways[name], of_small | twin.ways[name]))
+            faults.append(verifier.fault({}, {**right, **part.ways[name]}, {**of_small, **twin.ways[name]}))
             if not faults[-1]:
                 right |= part.ways[name]
                 of_small |= twin.ways[name]

@@ -132,6 +132,13 @@ def install_plan(module: nn.Module, found: ShardingJob, changes: Iterable[Module
         found.fsdp_config.apply(module, found.group)
 
 
+def _named_plan(module: nn.Module, plan: str | Path, world: int) -> Plan:
+    if plan == "auto":  # imported here, because it runs `shard_module` on small models
+        found: Plan = import_module("shardtensor.sharding.imported").automatic_plan(module, world)
+        return found
+    return load_plan(plan, config=_config(module), world=world)
+
+
 def _config(module: nn.Module) -> Any:
     """Return the configuration that a module keeps, as those of Hugging Face do; None if it keeps none."""
     wrapped = next((each for name in WRAPPERS if isinstance(each := getattr(module, name, None), nn.Module)), None)

@@ -49,7 +49,9 @@ def _adapter_lines(resolved: Resolved) -> Iterator[Line]:
                 {"adapters": ", ".join(sorted(names - own))},
                 ["add LoRA layers without more parameters", "merge them: `model.merge_and_unload()`"],
             )
-        for name in sorted(own) if layer is not None and layer.kind.name == "linear" else ():
+        if layer is None or layer.kind.name != "linear":
+            continue
+        for name in sorted(own):
             if resolved.tensors.get(f"{path}.{name}") is None or resolved.tensors[f"{path}.{name}"].line is None:
                 yield from _lines(layer, name, modules)
 
@@ -69,9 +71,8 @@ def _lines(layer: Layer, name: str, modules: Modules) -> list[Line]:
     """Return the rules of one tensor of an adapter and the flows of its layer."""
     path = f"{layer.path}.{name.rpartition('.')[0]}"
     flows = layer.stated.module_flows
-    entering, leaving = (flow[0] if (flow := side.get("")) else None for side in (flows.ins, flows.outs))
+    entering, leaving = (side[""][0] if "" in side else None for side in (flows.ins, flows.outs))
     is_first, rows, columns = name.startswith(_A), layer.cut("weight", "in"), layer.cut("weight", "out")
-    weight = layer.params["weight"].spec
     ins, outs = {}, {}
     if rows:
         leaving = leaving or Flow(Replicate().partial(*rows), Replicate())
@@ -89,11 +90,20 @@ def _lines(layer: Layer, name: str, modules: Modules) -> list[Line]:
             outs[""] = _WHOLE
         if not is_summed_around:
             ins[""] = (entering or _WHOLE) if is_first else _WHOLE
-    elif entering is not None or leaving is not None:  # whole, with values that pass as the layer's do
-        ins[""] = outs[""] = entering or leaving
-    is_sharded = bool(rows if is_first else columns)
-    line = Line(f"{layer.path}.{name}", value=weight if is_sharded else Replicate(), module=path)
-    found = [line]
-    for kind, side in (("in", ins), ("out", outs)):
-        found += [Line(path, kind, flow, module=path) for flow in side.values()]
-    return found
+    elif flow := entering or leaving:  # whole, with values that pass as the layer's do
+        ins[""] = outs[""] = flow
+    side = "in" if is_first else "out"
+    value = _weight(layer, side) if (rows if is_first else columns) else Replicate()
+    found = [Line(f"{layer.path}.{name}", value=value, module=path)]
+    found += [Line(path, "in", flow, module=path) for flow in ins.values()]
+    return found + [Line(path, "out", flow, module=path) for flow in outs.values()]
+
+
+def _weight(layer: Layer, side: str) -> Spec:
+    """Return the layout of a weight (out, in) that is cut along one of them as the layer's own is."""
+    spec = layer.params["weight"].spec
+    assert isinstance(spec, Spec)
+    whole = (None,) * (3 - len(spec.dims))
+    dims = [each for dim in spec.dims for each in (whole if dim is ... else (dim,))]
+    cut = dims[layer.kind.dims["weight"].index(side)]
+    return Spec(cut, None) if side == "out" else Spec(None, cut)

@@ -212,7 +212,7 @@ def _biases(model: Model, path: str, owner: str, heads: int) -> dict[str, list[s
 
 
 def _norms_of_heads(model: Model, path: str, size: int) -> list[str]:
-    found = {}
+    found: dict[str, None] = {}
     for name, tensor in model.by_name.items():
         norm = name.rpartition(".")[0]
         kind = model.kind(norm)
@@ -225,7 +225,7 @@ def _norms_of_heads(model: Model, path: str, size: int) -> list[str]:
 
 
 def _feed_forwards(layers: Sequence[_Linear]) -> Iterator[Part]:
-    """Yield pairs of linear layers, the second from the width of the first back; the first may be two, or two in one."""
+    """Yield linear layers of which the last undoes the change of width of the first, or of two, or of two in one."""
     left = [layer for layer in layers if "*" in layer.pattern.split(".")]
     while left:
         for count in (3, 2):
