@@ -250,18 +250,20 @@ def _right_rules(parts: Sequence[Part], verifier: _Verifier) -> tuple[Rules, dic
     whole: dict[str, str] = {}
     for part in parts:
         twin = twins.get(part.key)
-        ways = [name for name in part.ways if twin is not None and name in twin.ways]
+        choices = [name for name in part.choices if twin is not None and name in twin.choices]
         faults = ["in a small model of its kind it has other shapes"]
-        layers = {pattern for pattern, texts in next(iter(part.ways.values())).items() if texts and "wise(" in texts[0]}
+        layers = {
+            pattern for pattern, texts in next(iter(part.choices.values())).items() if texts and "wise(" in texts[0]
+        }
         if not layers <= verifier.used:
-            ways, faults = [], ["the step of a small model does not call it"]
-        for name in ways:
+            choices, faults = [], ["the step of a small model does not call it"]
+        for name in choices:
             assert twin is not None
-            faults.append(verifier.fault({}, {**right, **part.ways[name]}, {**of_small, **twin.ways[name]}))
+            faults.append(verifier.fault({}, {**right, **part.choices[name]}, {**of_small, **twin.choices[name]}))
             if not faults[-1]:
-                right |= part.ways[name]
-                of_small |= twin.ways[name]
+                right |= part.choices[name]
+                of_small |= twin.choices[name]
                 break
         if faults[-1]:
-            whole[part.name or "vocabulary"] = faults[1] if ways else faults[0]
+            whole[part.name or "vocabulary"] = faults[1] if choices else faults[0]
     return right, whole

@@ -104,13 +104,8 @@ def shard_module(module: nn.Module, plan: PlanLike, src_rank: int = 0, process_g
 
 def job_of(module: nn.Module, plan: PlanLike, group: Group, src_rank: int = 0) -> ShardingJob:
     """Return what a plan changes in a module. Pure: raises the errors of `shard_module`, changes and sends nothing."""
-    if plan == "auto":
-        automatic = import_module(
-            "shardtensor.sharding.imported"
-        )  # here, because it runs `shard_module` on small models
-        plan = automatic.automatic_plan(module, group.size)
-    elif isinstance(plan, str | Path):
-        plan = load_plan(plan, config=_config(module), world=group.size)
+    if isinstance(plan, str | Path):
+        plan = _named_plan(module, plan, group.size)
     found = work_of(module, plan, group, src_rank)
     found.changes(Binder(found.group, is_dry=True))
     return found

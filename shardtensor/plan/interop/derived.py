@@ -1,7 +1,7 @@
 """Derive rules from the modules of a model: attention by heads, feed-forward networks by columns and rows, vocabulary.
 
 Names, shapes and classes of modules do not determine what a model's code computes. So each part comes with several
-ways to shard it, and whoever asks for them runs a small model of the same code to learn which one is right, if any.
+choices to shard it, and whoever asks for them runs a small model of the same code to learn which one is right, if any.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Part:
 
     Attributes:
         name: the pattern of the module that holds it.
-        ways: by a short name, the rules of each way to shard it, the most usual first.
+        choices: by a short name, the rules of each way to shard it, the most usual first.
     """
 
     name: str
-    ways: Mapping[str, Rules]
+    choices: Mapping[str, Rules]
 
     @property
     def key(self) -> tuple[str, frozenset[str]]:
         """What it has in common with the same part of a model of other sizes."""
-        return self.name, frozenset(pattern for rules in self.ways.values() for pattern in rules)
+        return self.name, frozenset(pattern for rules in self.choices.values() for pattern in rules)
 
 
 @attrs.frozen
@@ -58,7 +58,7 @@ def derived_parts(model: Model, covered: Collection[str] = ()) -> tuple[Part, ..
         >>> shapes = {"layers.0.up": (32, 8), "layers.0.down": (8, 32)}
         >>> tensors = tuple(TensorInfo(f"{path}.weight", shape, ("out", "in")) for path, shape in shapes.items())
         >>> (part,) = derived_parts(Model(tensors, modules={path: ModuleInfo("Linear") for path in shapes}))
-        >>> part.ways["columns and rows"]
+        >>> part.choices["columns and rows"]
         {'layers.*.up': ['colwise(tp)'], 'layers.*.down': ['rowwise(tp)']}
     """
     layers = [layer for layer in _linears(model) if layer.pattern not in covered]
@@ -66,10 +66,10 @@ def derived_parts(model: Model, covered: Collection[str] = ()) -> tuple[Part, ..
     inside = {layer.pattern: path for path in attentions for layer in layers if layer.path.startswith(f"{path}.")}
     parts = []
     for path in attentions:
-        ways = _attention(model, path, [layer for layer in layers if inside.get(layer.pattern) == path])
-        parts.append(Part(starred(path), ways))
+        choices = _attention(model, path, [layer for layer in layers if inside.get(layer.pattern) == path])
+        parts.append(Part(starred(path), choices))
     parts += _feed_forwards([layer for layer in layers if layer.pattern not in inside])
-    parts = [_with_norms(model, part) for part in parts if part.ways]
+    parts = [_with_norms(model, part) for part in parts if part.choices]
     return (*parts, *_vocabulary(model, covered))
 
 
@@ -84,7 +84,7 @@ def _with_norms(model: Model, part: Part) -> Part:
         beside = (norm for norm in norms if norm.rpartition(".")[0] in owners and norm not in rules)
         return {**rules, **{norm: ["along(replicate)"] for norm in beside}}
 
-    return attrs.evolve(part, ways={name: completed(rules) for name, rules in part.ways.items()})
+    return attrs.evolve(part, choices={name: completed(rules) for name, rules in part.choices.items()})
 
 
 def _linears(model: Model) -> list[_Linear]:
@@ -117,7 +117,7 @@ def _attentions(model: Model) -> list[str]:
 
 
 def _attention(model: Model, path: str, layers: Sequence[_Linear]) -> dict[str, Rules]:
-    """Return the ways to shard an attention by whole heads; none if its layers do not have the shapes of one."""
+    """Return ways to shard an attention by whole heads; none if its layers do not have the shapes of one."""
     if len(layers) < 2:
         return {}
     *inputs, output = layers
@@ -168,17 +168,17 @@ def _separate(inputs: Sequence[_Linear], width: int, kv_width: int, size: int) -
 
 
 def _fused(layer: _Linear, heads: int, kv: int, size: int) -> dict[str, Rules]:
-    """Return the ways to shard one product of q, k and v: three blocks, or those of each head side by side."""
+    """Return ways to shard one product of q, k and v: three blocks, or those of each head side by side."""
     if layer.width_out != (heads + 2 * kv) * size:
         return {}
-    ways: dict[str, Rules] = {}
+    choices: dict[str, Rules] = {}
     if heads == kv:
-        ways["blocks"] = {layer.pattern: [f"colwise(tp, unit={size}, blocks=3)"]}
-    return ways | {"side by side": {layer.pattern: [f"colwise(tp, unit={layer.width_out // kv})"]}}
+        choices["blocks"] = {layer.pattern: [f"colwise(tp, unit={size}, blocks=3)"]}
+    return choices | {"side by side": {layer.pattern: [f"colwise(tp, unit={layer.width_out // kv})"]}}
 
 
 def _counts(counts: Mapping[str, int], heads: int, kv: int, size: int, axis: str) -> dict[str, list[str]]:
-    """Return the ways to share out attributes: those that count heads, and some of those that are all heads wide."""
+    """Return ways to share out attributes: those that count heads, and some of those that are all heads wide."""
     lines = []
     for name, number in counts.items():
         if _is_number_of_heads(name) and number in (heads, kv):
@@ -231,9 +231,9 @@ def _feed_forwards(layers: Sequence[_Linear]) -> Iterator[Part]:
         for count in (3, 2):
             group = left[:count]
             if len(group) == count and len({_block(layer.pattern) for layer in group}) == 1:
-                ways = _columns_and_rows(group)
-                if ways:
-                    yield Part(_block(group[0].pattern), ways)
+                choices = _columns_and_rows(group)
+                if choices:
+                    yield Part(_block(group[0].pattern), choices)
                     del left[:count]
                     break
         else:
@@ -256,8 +256,8 @@ def _columns_and_rows(group: Sequence[_Linear]) -> dict[str, Rules]:
     if last.width_in == first.width_out:
         return {"columns and rows": {**{layer.pattern: ["colwise(tp)"] for layer in columns}, **down}}
     if 2 * last.width_in == first.width_out and len(columns) == 1:
-        ways = {"two blocks and rows": "colwise(tp, blocks=2)", "pairs and rows": "colwise(tp, unit=2)"}
-        return {name: {first.pattern: [text], **down} for name, text in ways.items()}
+        choices = {"two blocks and rows": "colwise(tp, blocks=2)", "pairs and rows": "colwise(tp, unit=2)"}
+        return {name: {first.pattern: [text], **down} for name, text in choices.items()}
     return {}
 
 
@@ -276,8 +276,8 @@ def _vocabulary(model: Model, covered: Collection[str]) -> Iterator[Part]:
     }  # fmt: skip
     if any(starred(path) in covered for path in (*embeddings, *heads)) or not embeddings:
         return
-    ways = {"embedding and head": {**embeddings, **heads}, "embedding": embeddings}
-    yield Part("", {name: {**rules, **_ties(model, rules)} for name, rules in ways.items()})
+    choices = {"embedding and head": {**embeddings, **heads}, "embedding": embeddings}
+    yield Part("", {name: {**rules, **_ties(model, rules)} for name, rules in choices.items()})
 
 
 def _kind(model: Model, path: str) -> str:
