@@ -128,16 +128,22 @@ def install_plan(module: nn.Module, found: ShardingJob, changes: Iterable[Module
 
 
 def _named_plan(module: nn.Module, plan: str | Path, world: int) -> Plan:
+    model = _wrapped(module)
     if plan == "auto":  # imported here, because it runs `shard_module` on small models
-        found: Plan = import_module("shardtensor.sharding.imported").automatic_plan(module, world)
+        found: Plan = import_module("shardtensor.sharding.imported").automatic_plan(model, world)
         return found
-    return load_plan(plan, config=_config(module), world=world)
+    return load_plan(plan, config=_config(model), world=world)
+
+
+def _wrapped(module: nn.Module) -> nn.Module:
+    """Return the module in wrappers that have no configuration of their own, as that of ``torch.compile``."""
+    inner = next((each for name in WRAPPERS if (each := module._modules.get(name)) is not None), None)
+    return module if inner is None or "config" in vars(module) else _wrapped(inner)
 
 
 def _config(module: nn.Module) -> Any:
     """Return the configuration that a module keeps, as those of Hugging Face do; None if it keeps none."""
-    wrapped = next((each for name in WRAPPERS if isinstance(each := getattr(module, name, None), nn.Module)), None)
-    config = getattr(module, "config", None) if wrapped is None else _config(wrapped)
+    config = getattr(module, "config", None)
     return config if isinstance(config, Mapping) or hasattr(config, "to_dict") else None
 
 
