@@ -108,4 +108,5 @@ def _config(kind: Any) -> Any:
 
 def _filled(kind: Any, sizes: dict[str, Any]) -> Any:
     default, names = kind(), getattr(kind, "attribute_map", {})
-    return kind(**{key: size for key, size in sizes.items() if hasattr(default, key) or key in names})
+    twice = {key for key, name in names.items() if name in sizes}
+    return kind(**{key: size for key, size in sizes.items() if hasattr(default, key) and key not in twice})
