@@ -11,16 +11,13 @@ from typing import Any
 
 from shardtensor.errors import PlanError
 
-Plans = tuple[Mapping[str, str], Mapping[str, str], Mapping[str, Any]]
-"""A tp_plan, an ep_plan, and the keys of the model's config.json."""
-
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "import",
         help="print a plan of another library as a plan file",
         description="Read how another library shards a model and print it as a plan file. Exit status 0, 1 when "
-        "something in it has no translation, 2 when it cannot be read.",
+        "something in it has no translation or no plan can be derived, 2 when it cannot be read.",
     )
     parser.add_argument("format", choices=("hf",), help="hf: a Hugging Face tensor-parallel plan")
     parser.add_argument(
@@ -28,7 +25,8 @@ def add_parser(commands: Any) -> None:
         type=Path,
         metavar="FILE",
         help='JSON: either a plan, {"layers.*.mlp.up_proj": "colwise", ...} or {"tp_plan": {...}, "ep_plan": {...}}, '
-        "or the config.json of a model, whose plan transformers is then asked for",
+        "or the config.json of a model: the plan that transformers has for it, else one derived from its modules, both "
+        "verified with a small model of the kind",
     )
     parser.add_argument(
         "--prefix", default="", metavar="NAME", help="put NAME. before each pattern: that of the base model"
@@ -41,27 +39,23 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from shardtensor.plan.interop.hugging_face import plan_text_from_hf  # other commands need not wait for it
-
     try:
-        tp_plan, ep_plan, config = _read(options)
-    except (OSError, ValueError, ImportError) as error:
-        print(f"shardtensor import: {error}", file=sys.stderr)
-        return 2
-    try:
-        print(plan_text_from_hf(tp_plan, ep_plan if options.experts else None, config=config), end="")
+        found = _json(options.path)
+        text = _of_model(options, found) if "model_type" in found else _of_plan(options, found)
     except PlanError as error:
         print(f"{options.path}: {error}", file=sys.stderr)
         return 1
+    except (OSError, ValueError, ImportError) as error:
+        print(f"shardtensor import: {error}", file=sys.stderr)
+        return 2
+    print(text, end="")
     return 0
 
 
-def _read(options: argparse.Namespace) -> Plans:
-    from shardtensor.plan.interop.hugging_face import with_prefix
+def _of_plan(options: argparse.Namespace, found: Mapping[str, Any]) -> str:
+    """Return the text for a plan in a file."""
+    from shardtensor.plan.interop.hugging_face import plan_text_from_hf, with_prefix
 
-    found = _json(options.path)
-    if "model_type" in found:
-        return _of_model(options.path, found)
     nested = isinstance(found.get("tp_plan"), Mapping) or isinstance(found.get("ep_plan"), Mapping)
     plans = (found.get("tp_plan") or {}, found.get("ep_plan") or {}) if nested else (found, {})
     for plan in plans:
@@ -69,7 +63,8 @@ def _read(options: argparse.Namespace) -> Plans:
         if odd is not None:
             raise ValueError(f"{options.path} is no plan: a rule is a pattern and a word, found {odd}")
     tp_plan, ep_plan = (with_prefix(options.prefix, plan) for plan in plans)
-    return tp_plan, ep_plan, _json(options.config) if options.config else {}
+    config = _json(options.config) if options.config else {}
+    return plan_text_from_hf(tp_plan, ep_plan if options.experts else None, config=config)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -82,17 +77,27 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _of_model(path: Path, config: dict[str, Any]) -> Plans:
-    """Return the plans of a model that transformers makes from its configuration, without weights."""
+def _of_model(options: argparse.Namespace, config: dict[str, Any]) -> str:
+    """Return the text for a model that transformers makes from its configuration, without weights."""
     from shardtensor.cli.model_source import transformers_model
 
     try:
         model = transformers_model(config)
     except ImportError:
         raise ImportError(
-            f"{path} is a model's configuration, and its plan stands in transformers, which is not installed. "
+            f"{options.path} is a model's configuration, and its plan stands in transformers, which is not installed. "
             "Install it, or write the plan to a file where it is: json.dump(model.tp_plan, open(FILE, 'w'))"
         ) from None
-    if not model.tp_plan:
-        raise ValueError(f"transformers has no tensor-parallel plan for {type(model).__name__}")
-    return dict(model.tp_plan), dict(getattr(model, "ep_plan", None) or {}), config
+    if options.experts and getattr(model, "ep_plan", None):
+        from shardtensor.plan.interop.hugging_face import plan_text_from_hf
+        from shardtensor.sharding.model_info import model_info
+
+        return plan_text_from_hf(dict(model.tp_plan), dict(model.ep_plan), config=config, model=model_info(model))
+    from shardtensor.trace.imported import imported_plan
+
+    plan = imported_plan(model)
+    for part, why in plan.whole.items():
+        print(f"{options.path}: {part} is not sharded: {why}", file=sys.stderr)
+    if plan.unverified:
+        print(f"{options.path}: the plan was not run: {plan.unverified}", file=sys.stderr)
+    return plan.text

@@ -11,12 +11,19 @@ from shardtensor.errors import SpecError
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.reading import read_plan
 
+PACKAGED = {
+    "bert": "bert", "gpt2": "gpt2", "llama": "llama", "mistral": "llama", "mixtral": "mixtral", "qwen2": "llama",
+    "t5": "t5", "vit": "vit",
+}  # fmt: skip
+"""The plan of the package for each ``model_type`` of a configuration."""
+
 
 def load_plan(path: str | Path, /, config: Any = None, world: int | None = None, **params: Any) -> Plan:
     """Return the plan of a file, for a configuration and a number of ranks. Nothing is sent, and torch is not imported.
 
     Args:
-        path: of a plan file, or the name of one in the package, such as ``"llama"``.
+        path: of a plan file, or the name of one in the package, such as ``"llama"``; ``"auto"`` for that of the
+            configuration's `model_type`.
         config: of the model: the path of its config.json, a mapping, or an object that has `to_dict`.
         world: the number of ranks; by default that of the process group, 1 without one.
         **params: values of the plan's parameters.
@@ -30,7 +37,29 @@ def load_plan(path: str | Path, /, config: Any = None, world: int | None = None,
         '[tp, -]'
     """
     keys, source = read_config(config)
+    path = packaged_for(keys) if path == "auto" else path
     return read_plan(path, config=keys, world=_ranks() if world is None else world, params=params, config_source=source)
+
+
+def packaged_for(config: Mapping[str, Any]) -> str:
+    """Return the name of the package's plan for a configuration.
+
+    Raises:
+        SpecError: E103, there is none.
+
+    Example:
+        >>> packaged_for({"model_type": "mistral"})
+        'llama'
+    """
+    kind = str(config.get("model_type"))
+    if kind not in PACKAGED:
+        raise SpecError(
+            f'the package has no plan for the model_type "{kind}"',
+            {"it has plans for": ", ".join(sorted(PACKAGED))},
+            ["give the path of a plan", 'let `shard_module(model, "auto")` derive one from the model'],
+            code="E103",
+        )
+    return PACKAGED[kind]
 
 
 def read_config(config: Any) -> tuple[Mapping[str, Any], str]:

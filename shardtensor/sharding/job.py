@@ -23,9 +23,9 @@ from shardtensor.plan.findings.report import folded, text_report
 from shardtensor.plan.flows.flow import cuts
 from shardtensor.plan.flows.gradients import Flows, flows_of
 from shardtensor.plan.flows.modules import StatedFlows
+from shardtensor.plan.interop.adapters import resolve_with_adapters
 from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
-from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import ModuleFlows, Resolved, canonical_lines
 from shardtensor.sharding.hooks import Site, Use, called
@@ -191,7 +191,8 @@ def work_of(
         group, rules = _group_of(given, group), Rules(given, model_info(module))
     else:
         rules = read_rules(module, given, group)
-    plan, resolved = rules.plan, resolve(rules.plan, rules.model)
+    resolved = resolve_with_adapters(rules.plan, rules.model)
+    plan = resolved.plan
     fits = plan.is_part and all(x.code[:2] in ("E2", "E5") or x.code == "E404" for x in resolved.errors)
     _raise(resolved.errors, LayoutError if fits else PlanError)
     plan.axes.mesh.refuse_unknown(sorted(axes_of_flows(plan.lines)) if plan.is_part else (), PlanError)

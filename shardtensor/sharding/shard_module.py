@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardtensor.fsdp.api import move_rest
 from shardtensor.parallel.memory import become, load_keeps_layouts
 from shardtensor.parallel.parameter import collecting, resharding, scatter
 from shardtensor.plan.loading import load_plan
+from shardtensor.plan.match.patterns import WRAPPERS
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding import expert_dispatch  # noqa: F401  (its hook registers itself)
 from shardtensor.sharding.job import ShardingJob, Target, count_as_before, work_of
@@ -45,7 +47,9 @@ def shard_module(module: nn.Module, plan: PlanLike, src_rank: int = 0, process_g
         plan: a `Plan`, as ``load_plan`` reads it from a file and `Plan.from_rules` makes it. It gives each tensor's
             layout on a mesh over all ranks, and more: stored parameters are fully sharded, gradients are averaged over
             its data axes, hooks are set. Tensors that it keeps whole stay plain ones.
-            Or the path or the name of a plan file, such as ``"llama"``, which is read for ``module.config``.
+            Or the path or the name of a plan file, such as ``"llama"``, which is read for ``module.config``. Or
+            ``"auto"``, for a model of transformers: the package's plan for its type if that fits, else the plan that
+            ``shardtensor import hf`` prints. If peft has added LoRA layers, they are sharded with their layers.
             Or a `ShardingPlan`, or a dict of its rules, which leave tensors without a rule unchanged: from a pattern
             of names to a spec, its text, or a `Sharder`. ``*`` matches one segment of a name, ``**`` any number,
             ``{a,b}`` one of these. The pattern of a module applies to all tensors below it, and may also map to a dict
@@ -74,6 +78,7 @@ def shard_module(module: nn.Module, plan: PlanLike, src_rank: int = 0, process_g
         (torch.Size([2, 4]), '[-, tp]')
     """
     group, found, facts, fault = as_group(process_group), None, {"src_rank": str(src_rank)}, None
+    given, module = module, _without_peft(module, plan)
     try:
         found = job_of(module, plan, group, src_rank)
         facts |= found.facts()
@@ -94,13 +99,13 @@ def shard_module(module: nn.Module, plan: PlanLike, src_rank: int = 0, process_g
         if not tensor.is_meta:
             group.broadcast(tensor.data, src_rank)
     install_plan(module, found, changes)
-    return module
+    return given
 
 
 def job_of(module: nn.Module, plan: PlanLike, group: Group, src_rank: int = 0) -> ShardingJob:
     """Return what a plan changes in a module. Pure: raises the errors of `shard_module`, changes and sends nothing."""
     if isinstance(plan, str | Path):
-        plan = load_plan(plan, config=_config(module), world=group.size)
+        plan = _named_plan(module, plan, group.size)
     found = work_of(module, plan, group, src_rank)
     found.changes(Binder(found.group, is_dry=True))
     return found
@@ -122,10 +127,34 @@ def install_plan(module: nn.Module, found: ShardingJob, changes: Iterable[Module
         found.fsdp_config.apply(module, found.group)
 
 
+def _named_plan(module: nn.Module, plan: str | Path, world: int) -> Plan:
+    model = _wrapped(module)
+    if plan == "auto":  # imported here, because it runs `shard_module` on small models
+        found: Plan = import_module("shardtensor.trace.imported").automatic_plan(model, world)
+        return found
+    return load_plan(plan, config=_config(model), world=world)
+
+
+def _wrapped(module: nn.Module) -> nn.Module:
+    """Return the module in wrappers that have no configuration of their own, as that of ``torch.compile``."""
+    inner = next((each for name in WRAPPERS if (each := module._modules.get(name)) is not None), None)
+    return module if inner is None or "config" in vars(module) else _wrapped(inner)
+
+
 def _config(module: nn.Module) -> Any:
     """Return the configuration that a module keeps, as those of Hugging Face do; None if it keeps none."""
     config = getattr(module, "config", None)
     return config if isinstance(config, Mapping) or hasattr(config, "to_dict") else None
+
+
+def _without_peft(module: nn.Module, plan: PlanLike) -> nn.Module:
+    """Return the model in a model of peft, whose names a plan has; the module itself if it is another."""
+    base = getattr(module, "get_base_model", None)
+    if base is None or not hasattr(module, "peft_config") or isinstance(plan, ShardingPlan | Mapping):
+        return module
+    if isinstance(plan, Plan) and any(line.pattern.startswith("base_model.") for line in plan.lines):
+        return module
+    return base()
 
 
 def unshard_module(module: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.reading import read_plan
 from shardtensor.sharding.model_info import model_info
+from shardtensor.trace.example import with_noise
 from shardtensor.trace.small import small_configs, with_layers
 from shardtensor.trace.step import kind_of_layer, lists_of_layers
 
@@ -61,7 +62,7 @@ def small_case(path: Any, plan: Plan, config: Mapping[str, Any], build: Build) -
             except ValueError as error:
                 why = why or str(error).partition("\n")[0]
                 continue
-            for keys, layers in _few_layers(module, small):
+            for keys, layers in few_layers_of(module, small):
                 try:
                     module = build(keys)
                     case = read_plan(path, config=keys, world=axes.world, params=axes.params)
@@ -77,8 +78,13 @@ def small_case(path: Any, plan: Plan, config: Mapping[str, Any], build: Build) -
                 else:
                     parts = [f"a {type(module).__name__}", f"with {layers} layers" if layers else ""]
                     parts += [f"and widths divided by {divisor}" if divisor > 1 else "", f"on {case.axes.mesh}"]
-                    return Case(case, partial(build, keys, "cpu"), " ".join(filter(None, parts)))
+                    return Case(case, partial(small_module, build, keys), " ".join(filter(None, parts)))
     raise NotTraced(f"no small model of this configuration runs under the plan: {why}")
+
+
+def small_module(build: Build, keys: Mapping[str, Any]) -> nn.Module:
+    """Return the module of a configuration with values, none of which are zeros that would hide mistakes."""
+    return with_noise(build(keys, "cpu"))
 
 
 def own_case(path: Any, plan: Plan, config: Mapping[str, Any], make: Callable[[], Any]) -> Case:
@@ -124,7 +130,7 @@ def _few_ranks(path: Any, plan: Plan, config: Mapping[str, Any]) -> Iterator[Pla
             return
 
 
-def _few_layers(module: nn.Module, config: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
+def few_layers_of(module: nn.Module, config: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield the configuration with the first layers, among them one of each kind and at least two; then with all."""
     counts: dict[int, int] = {}
     for _, layers in lists_of_layers(module):

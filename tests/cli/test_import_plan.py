@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from shardtensor.cli.main import main
@@ -159,3 +160,60 @@ def test_an_imported_plan_says_that_it_needs_transformers(write, capsys, monkeyp
     err = capsys.readouterr().err
     assert "nothing says which tensors the model has" in err
     assert "install transformers" in err
+
+
+class Underived(nn.Module):
+    """A model without a plan, as the commands make it; small enough to run as it is."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        wide = config.width * config.times
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(config.width, wide), "down": nn.Linear(wide, config.width)})
+            for _ in range(2)
+        )
+
+    @classmethod
+    def _from_config(cls, config, **options):
+        return cls(config)
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + layer["down"](torch.softmax(layer["up"](x), -1) if self.config.mixes else layer["up"](x).relu())
+        return x
+
+
+class UnderivedConfig(SimpleNamespace):
+    def to_dict(self):
+        return dict(vars(self))
+
+    def get_text_config(self):
+        return self
+
+
+def derived(monkeypatch, write, mixes):
+    config = {"model_type": "underived", "architectures": ["Underived"], "vocab_size": 8, "width": 4, "times": 2}
+    auto = SimpleNamespace(for_model=lambda **keys: UnderivedConfig(**keys))
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(Underived=Underived, AutoConfig=auto))
+    return write(config | {"mixes": mixes}, "config.json")
+
+
+def test_a_plan_is_derived_from_the_modules_where_there_is_none(write, capsys, monkeypatch):
+    config = derived(monkeypatch, write, mixes=False)
+    assert main(["import", "hf", config]) == 0
+    out = capsys.readouterr().out
+    assert "layers.*.up:   colwise(tp)\nlayers.*.down: rowwise(tp)\n" in out
+    assert main(["check", write(out, "p.shard"), "--model", config, "--world", "2"]) == 0
+
+
+def test_a_part_that_would_be_wrong_stays_whole_and_is_named(write, capsys, monkeypatch):
+    config = derived(monkeypatch, write, mixes=True)  # a softmax over what would be sharded
+    assert main(["import", "hf", config]) == 0
+    out, err = capsys.readouterr()
+    assert "layers.*" not in out and "embedding: vocab_embedding" in out
+    assert "layers.* is not sharded: " in err

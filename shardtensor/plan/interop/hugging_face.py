@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-import attrs
-
 from shardtensor.errors import PlanError
+from shardtensor.plan.interop.hugging_face_words import EP_WORDS, TP_WORDS, HFWord
 from shardtensor.plan.match.patterns import starred
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
@@ -17,96 +16,24 @@ from shardtensor.plan.text.formatting import format_plan
 from shardtensor.plan.text.reading import read_plan
 from shardtensor.spec.diagnostics import Source
 
-
-@attrs.frozen
-class HFWord:
-    """One word.
-
-    Attributes:
-        module: the rule for a module, written after its pattern and a colon; empty if the word is not for modules.
-        tensor: returns the layout of a tensor with a rule of its own, by its number of dims; None if not for tensors.
-        no_translation: the reason if it has none, and what to write instead.
-    """
-
-    module: str = ""
-    tensor: Callable[[int], str] | None = None
-    no_translation: tuple[str, str] | None = None
-
-
-def _last_but_one(cut: str) -> Callable[[int], str]:
-    """Return the layout of ``Shard(ndim - 2)``; a tensor with one dim is sharded along that."""
-    return lambda ndim: "[tp]" if ndim == 1 else f"[{'-, ' * (ndim - 2)}{cut}, -]"
-
-
-def _last(cut: str) -> Callable[[int], str]:
-    return lambda ndim: f"[{'-, ' * (ndim - 1)}{cut}]"
-
-
-def _whole(ndim: int) -> str:
-    return "replicate"
-
-
-TP_WORDS = {
-    "colwise": HFWord("hf_colwise(tp)", _last_but_one("tp")),
-    "rowwise": HFWord("hf_rowwise(tp)", _last("tp")),
-    "colwise_gather_output": HFWord("hf_colwise_gather_output(tp)"),
-    "colwise_rep": HFWord("hf_colwise_gather_output(tp)"),
-    "rowwise_split_input": HFWord("hf_rowwise_split_input(tp)"),
-    "rowwise_rep": HFWord("hf_rowwise_split_input(tp)"),
-    "packed_colwise": HFWord("hf_packed_colwise(tp)", _last_but_one("tp blocks(2)")),
-    "packed_rowwise": HFWord("", lambda ndim: _whole(ndim) if ndim == 1 else _last("tp blocks(2)")(ndim)),
-    "embedding_rowwise": HFWord("hf_embedding_rowwise(tp)"),
-    "embedding_colwise": HFWord("hf_embedding_colwise(tp)"),
-    "sequence_parallel": HFWord("hf_sequence_parallel(tp)"),
-    "replicated_with_grad_allreduce": HFWord("hf_replicated_with_grad_allreduce(tp)"),
-    "replicate": HFWord("replicate", _whole),
-    "all_reduce": HFWord("hf_all_reduce(tp)"),
-    "moe_tp_experts": HFWord("hf_moe_tp_experts(tp)"),
-    "moe_identity_expert": HFWord("hf_moe_identity_expert(tp)"),
-    "mla_kv_a_proj": HFWord("hf_mla_kv_a_proj(tp, rope=config.qk_rope_head_dim)"),
-    "local_params": HFWord("hf_local_params()"),
-    "ep_router": HFWord(no_translation=(
-        "the router of transformers 4.x masks what goes to other ranks, which no layout says",
-        'take the rule out, and write "ep_dispatch_experts" for the experts and "grouped_gemm" for their tensors '
-        "in the ep_plan",
-    )),
-    **{f"local_{word}": HFWord(no_translation=(
-        "a word of transformers 4.x, with which the layers around it do the sums", f'write "{word}"'))
-       for word in ("colwise", "rowwise", "packed_rowwise")},
-    "local": HFWord(no_translation=(
-        "a word of transformers 4.x that cuts nothing and changes the gradient",
-        'write "moe_tp_experts" for the experts as a whole',
-    )),
-    "gather": HFWord(no_translation=(
-        "a word of transformers 4.x that sums a result of `local` words", 'write "all_reduce" or "moe_tp_experts"')),
-}  # fmt: skip
-"""The meaning of each word, over the axis `tp`."""
-
-_SEES_OTHERS = (
-    "ranks along `ep` see different samples, so a layer cannot be cut over them",
-    "take the rule out of the ep_plan; the same rule may stand in the tp_plan",
-)
-
-EP_WORDS = {
-    "grouped_gemm": HFWord("", lambda ndim: f"[ep{', -' * (ndim - 1)}]"),
-    "ep_dispatch_experts": HFWord("use dispatch(ep, top_k=config.num_experts_per_tok)"),
-    "replicate": HFWord("replicate", _whole),
-    "replicated_with_grad_allreduce": HFWord("replicate", _whole),  # gradients are summed over data axes, as ep is one
-    **{
-        word: HFWord(no_translation=_SEES_OTHERS)
-        for word in ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "all_reduce")
-    },
-}
-"""The meaning of each word of an ep_plan, over the axis `ep`."""
-
 CUTTING = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "grouped_gemm")
 """Words that shard a tensor with a rule of its own."""
 
 OWNERS = {"moe_tp_experts": 3, "ep_dispatch_experts": 3, "local_params": 1}
 """Words of modules whose tensors have rules of their own -> the number of dims of these tensors."""
 
+_VOCABULARY_WORDS = {"embedding": "embedding_rowwise", "linear": "colwise_gather_output"}
+OF_VOCABULARY = (*_VOCABULARY_WORDS.values(), "colwise_rep")
+"""Words that shard a vocabulary, by the kind of the layer."""
+
 _ODD_HEADS = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "kv_lora_rank")
 """Keys of configurations in which some heads have a length other than `head_dim`."""
+
+_KV = (".k_proj", ".v_proj")
+"""The ends of patterns of projections that several query heads share."""
+
+_SIDES = ("use ", "local ", "in ", "in: ")
+"""The beginnings of entries that are written in the block of a module."""
 
 _LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm")
 """The modules beside the products of latent attention: not sharded, with full values."""
@@ -146,11 +73,13 @@ def plan_text_from_hf(
     *,
     config: Mapping[str, Any] | None = None,
     model: Model | None = None,
+    more: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
     """Return the text of that plan; see `plan_from_hf`. It is valid for any number of ranks.
 
     If `config` has the length of a head, projections of attention are sharded at whole heads only. The words do not
-    require it, and a shard boundary inside a head shows late: in wrong results.
+    require it, and a shard boundary inside a head shows late: in wrong results. `more` are rules beside those of the
+    plan, by their patterns, as `derived_parts` returns them.
 
     Example:
         >>> print(plan_text_from_hf({"mlp.up_proj": "colwise", "mlp.gate_proj": "colwise", "mlp.down_proj": "rowwise"}))
@@ -171,32 +100,51 @@ def plan_text_from_hf(
         shardtensor.errors.PlanError: 1 of 1 rules has no translation
           mlp.up_proj  "columnwise": no word of this name is known; did you mean "colwise"?
     """
-    ep_plan = ep_plan or {}
+    ep_plan, keys = ep_plan or {}, config or {}
     is_expert = re.compile(rf"(?:{'|'.join(map(re.escape, ep_plan))})(?:\..+)?").fullmatch if ep_plan else None
     kept = {name: word for name, word in tp_plan.items() if is_expert is None or not is_expert(name)}
+    if model is not None:  # some plans list layers twice, with and without the prefix of the base model
+        kept = {name: word for name, word in kept.items() if not any(other.endswith(f".{name}") for other in kept)}
     count = len(kept) + len(ep_plan)
     kept |= {owner: "local_params" for owner in _local_owners(kept, model)}
+    kept |= _other_names(kept, model) | _norms_of_heads(kept, model, keys)
     rules: dict[str, list[str]] = {}
     untranslated: dict[str, str] = {}
-    heads = _whole_heads(kept, config or {})
+    heads = _whole_heads(kept, keys)
+    shared = _shared_heads(heads, model)
     for plan, words in ((kept, TP_WORDS), (ep_plan, EP_WORDS)):
         for pattern, word in plan.items():
             rule, why = _rule(pattern, word, plan, words, model)
             if why:
                 untranslated[pattern] = f'"{word}": {why}'
             rule = rule.replace("(tp)", "(tp, unit=hd)") if pattern in heads else rule
-            rule = re.sub(r"config\.(\w+)", lambda key: _key(config or {}, key[1]), rule)
+            if shared and pattern in heads and pattern.endswith(_KV):
+                rule = "hf_colwise_shared(kvg, copies=kvr, unit=hd)"
+            rule = re.sub(r"config\.(\w+)", lambda key: _key(keys, key[1]), rule)
             rules.setdefault(pattern, []).append(rule)
             if word == "mla_kv_a_proj":  # the plans do not list the modules beside it, but `check` needs their rules
                 owner = pattern.rpartition(".")[0]
                 beside = (name for name in _LATENT if f"{owner}.{name}" not in kept)
                 rules |= {f"optional {owner}.{name}": ["hf_whole()"] for name in beside}
+    for owner in shared:
+        rules.setdefault(owner, []).append("local num_key_value_groups: [kvr]")
+    for path in _activations(kept, heads, model):
+        rules[path] = ["hf_elementwise(tp)"]
     if untranslated:
         verb = "has" if len(untranslated) == 1 else "have"
         raise PlanError(f"{len(untranslated)} of {count} rules {verb} no translation", untranslated)
-    lines = [*_header(count, heads, ep_plan, config or {}), ""]
+    rules |= {pattern: list(texts) for pattern, texts in (more or {}).items()}
+    shared = shared or [text for texts in rules.values() for text in texts if "kvg" in text]
+    lines = [*_header(count, heads, shared, ep_plan, keys, more or {}), ""]
+    if _needs_heads(kept, heads, model) and (number := value_of(keys, "num_attention_heads")):
+        kv = value_of(keys, "num_key_value_heads") or number
+        for name, default in {"num_attention_heads": number, "num_key_value_heads": kv}.items():
+            lines.insert(-1, f'require ({_key(keys, name)} ?? {default}) % tp == 0 "every rank needs whole heads"')
     for pattern, texts in rules.items():
-        lines += [f"{pattern} {{\n{rule}\n}}" if rule.startswith("use ") else f"{pattern}: {rule}" for rule in texts]
+        lines += [pattern] if pattern.startswith("tie ") else []
+        lines += [f"{pattern}: {text}" for text in texts if not text.startswith(_SIDES)]
+        sides = [text for text in texts if text.startswith(_SIDES)]
+        lines += [f"{pattern} {{", *sides, "}"] if sides else []
     return format_plan(Source("\n".join([*lines, "unmatched: replicate", ""])))
 
 
@@ -262,6 +210,44 @@ def _local_owners(plan: Mapping[str, str], model: Model | None) -> list[str]:
     return sorted(owners - plan.keys() - {""})
 
 
+def _other_names(plan: Mapping[str, str], model: Model | None) -> dict[str, str]:
+    """Return words for embeddings and heads that the plan does not list and whose weight is one with a listed one."""
+    words = {}
+    for names in model.tied if model is not None else ():
+        patterns = [starred(name).removesuffix(".weight") for name in names]
+        if any(plan.get(pattern) in OF_VOCABULARY for pattern in patterns):
+            for pattern, name in zip(patterns, names, strict=True):
+                kind = model.kind(name.removesuffix(".weight")) if model is not None else None
+                if pattern not in plan and kind is not None and kind.name in _VOCABULARY_WORDS:
+                    words[pattern] = _VOCABULARY_WORDS[kind.name]
+    return words
+
+
+def _norms_of_heads(plan: Mapping[str, str], model: Model | None, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return words for norms over one head that the plan does not list: the values that they scale are sharded."""
+    owners = {pattern.rpartition(".")[0] for pattern in _whole_heads(plan, config)}
+    words = {}
+    for tensor in model.tensors if model is not None else ():
+        path = tensor.name.rpartition(".")[0]
+        kind = model.kind(path) if model is not None else None
+        if kind is not None and kind.name == "norm" and starred(path).rpartition(".")[0] in owners:
+            words[starred(path)] = plan.get(starred(path), "replicated_with_grad_allreduce")
+    return words
+
+
+def _activations(plan: Mapping[str, str], heads: Iterable[str], model: Model | None) -> list[str]:
+    """Return the activations with numbers that are trained, beside layers that are sharded by columns and by rows."""
+    pairs = [{p.rpartition(".")[0] for p, word in plan.items() if word == each} for each in ("colwise", "rowwise")]
+    owners = set.intersection(*pairs) - {pattern.rpartition(".")[0] for pattern in heads} - set(plan)
+    sizes: dict[str, int] = {}
+    for tensor in model.tensors if model is not None else ():
+        path = starred(tensor.name.rpartition(".")[0])
+        sizes[path] = max(tensor.numel, sizes.get(path, 0))
+    return [
+        path for path, size in sizes.items() if size == 1 and path.rpartition(".")[0] in owners and path not in plan
+    ]
+
+
 def _takes_weights(pattern: str, model: Model) -> bool:
     arguments = next((info.arguments for path, info in model.modules.items() if starred(path) == pattern), ())
     return not arguments or len(arguments) > 2
@@ -269,24 +255,49 @@ def _takes_weights(pattern: str, model: Model) -> bool:
 
 def _whole_heads(plan: Mapping[str, str], config: Mapping[str, Any]) -> frozenset[str]:
     """Return the sharded projections of attention, if the configuration has the length of every head."""
-    if not _head_dim(config) or any(config.get(key) is not None for key in _ODD_HEADS):
+    if not _head_dim(config) or any(value_of(config, key) is not None for key in _ODD_HEADS):
         return frozenset()
-    expected = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
-    owners = {pattern.rpartition(".")[0] for pattern in plan if pattern.endswith(".q_proj")}
-    return frozenset(
-        f"{owner}.{name}"
-        for owner in owners
-        if all(plan.get(f"{owner}.{name}") == word for name, word in expected.items())
-        for name in expected
+    found: list[str] = []
+    for owner in {pattern.rpartition(".")[0] for pattern in plan if pattern.endswith(".q_proj")}:
+        inputs = [f"{owner}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+        outputs = [p for p, word in plan.items() if word == "rowwise" and p.rpartition(".")[0] == owner]
+        if all(plan.get(pattern) == "colwise" for pattern in inputs) and len(outputs) == 1:
+            found += [*inputs, *outputs]
+    return frozenset(found)
+
+
+def _needs_heads(plan: Mapping[str, str], heads: Container[str], model: Model | None) -> bool:
+    """Whether some products of attention are sharded by columns, and not in units of heads."""
+    infos = {starred(path): info for path, info in model.modules.items()} if model is not None else {}
+    owners = (
+        pattern.rpartition(".")[0] for pattern, word in plan.items() if word == "colwise" and pattern not in heads
     )
+    return any(owner in infos and "attention" in infos[owner].class_name.lower() for owner in owners)
+
+
+def _shared_heads(heads: Iterable[str], model: Model | None) -> list[str]:
+    """Return the modules of sharded attention in which several query heads share a key head, and whose code says how
+    many: with more ranks than key heads, several ranks hold the same one."""
+    owners = dict.fromkeys(pattern.rpartition(".")[0] for pattern in sorted(heads))
+    infos = {starred(path): info for path, info in model.modules.items()} if model is not None else {}
+    found = [owner for owner in owners if owner in infos and infos[owner].counts.get("num_key_value_groups", 1) > 1]
+    return found if len(found) == len(owners) else []
 
 
 def _head_dim(config: Mapping[str, Any]) -> str:
     """Return the length of a head, in the language of plans; empty if the configuration does not have it."""
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    if heads and width and width % heads == 0:
-        return "config.head_dim ?? config.hidden_size / config.num_attention_heads"
-    return "config.head_dim" if config.get("head_dim") else ""
+    names = ("head_dim", "hidden_size", "num_attention_heads")
+    size, width, heads = (value_of(config, name) for name in names)
+    own, wide, count = (_key(config, name) for name in names)
+    if heads and width and width % heads == 0 and size in (None, width // heads):
+        return f"{own} ?? {wide} / {count}"
+    return f"{own} ?? {size}" if size else ""
+
+
+def value_of(config: Mapping[str, Any], name: str) -> Any:
+    """Return a key of the configuration; for a model of several parts, of the text part."""
+    part: Any = next((each for each in config.values() if isinstance(each, Mapping) and name in each), {})
+    return config[name] if name in config else part.get(name)
 
 
 def _key(config: Mapping[str, Any], name: str) -> str:
@@ -295,15 +306,32 @@ def _key(config: Mapping[str, Any], name: str) -> str:
     return f"config.{part}.{name}" if part and name not in config else f"config.{name}"
 
 
-def _header(count: int, heads: Iterable[str], ep_plan: Mapping[str, str], config: Mapping[str, Any]) -> list[str]:
+def _header(
+    count: int,
+    heads: Iterable[str],
+    shared: Iterable[str],
+    ep_plan: Mapping[str, str],
+    config: Mapping[str, Any],
+    more: Mapping[str, Sequence[str]],
+) -> list[str]:
     kind = "tensor- and expert-parallel" if ep_plan else "tensor-parallel"
-    lines = ["shard 1", f"# made of a Hugging Face {kind} plan of {count} rules", 'include "std/hugging_face.shard"']
+    sources = [f"a Hugging Face {kind} plan of {count} rules"] if count else []
+    sources += ["the modules of the model"] if more else []
+    lines = ["shard 1", f"# made of {' and '.join(sources)}", 'include "std/hugging_face.shard"']
+    lines += ['include "std/styles.shard"'] if more else []
     lines += ["param tp = world"] if not ep_plan else ["param tp = 1", "param ep = world / tp"]
     if heads:
         lines.append(f"let hd = {_head_dim(config)}")
+    axis = "tp"
+    if shared:
+        default = value_of(config, "num_key_value_heads")
+        lines.append(f"let kv = {_key(config, 'num_key_value_heads')}" + (f" ?? {default}" if default else ""))
+        axis = "tp (kvg = gcd(tp, kv), kvr = tp / kvg)"
     lines += (
-        ["mesh (dp = world / (ep * tp), ep, tp)", "data dp*ep"]
+        [f"mesh (dp = world / (ep * tp), ep, {axis})", "data dp*ep"]
         if ep_plan
-        else ["mesh (dp = world / tp, tp)", "data dp"]
+        else [f"mesh (dp = world / tp, {axis})", "data dp"]
     )
+    if shared:
+        lines.append('require kv % tp == 0 or tp % kv == 0 "kv heads must divide tp, or tp must divide kv heads"')
     return lines

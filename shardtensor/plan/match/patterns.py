@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import attrs
 
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Segments that wrapper modules add to names; patterns are matched without them."""
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
+"""Segments that wrapper modules add to names; patterns are matched without them. The last is of peft's adapters."""
 
 _TOKEN = re.compile(r'"([^"]*)"|(\*+)|\{([^{}]*)\}|<(\w+)>|([^"*{<]+|.)', re.DOTALL)
 
@@ -188,7 +188,8 @@ def pattern(text: str) -> Pattern:
             first, *more = (plain or quoted).split(".")
             segments[-1].append(Part("text", first, (first,)))
             segments += [[Part("text", each, (each,))] for each in more]
-    return Pattern(() if not text else tuple(_segment(tuple(parts)) for parts in segments))
+    adapted = [Part("text", WRAPPERS[-1], WRAPPERS[-1:])]  # patterns may name it: it looks like a layer
+    return Pattern(() if not text else tuple(_segment(tuple(parts)) for parts in segments if parts != adapted))
 
 
 @lru_cache(maxsize=4096)
