@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.errors import RuleError
+from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import Cut, by_rule, combines, local_call_by_rule
 from shardtensor.ops.indices import check_ids
 from shardtensor.ops.local_call import LocalCall, cached_call
@@ -73,7 +74,9 @@ def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
         return None
     found = local_call_by_rule(F.embedding, "embedding", args, kwargs)
     pad, rows = kwargs.get("padding_idx"), args[1].shape[0]
-    if found is None or found.moves or not (pad is None or -rows <= pad < rows):
+    layout = args[1]._layout if isinstance(args[1], ShardedTensor) else None
+    is_cut = isinstance(layout, MeshLayout) and 0 in layout.cut_dims
+    if found is None or found.moves or is_cut or not (pad is None or -rows <= pad < rows):
         return None
     pad = -1 if pad is None else pad % rows
     return found._replace(call=lambda ids, table, **_: torch.embedding(table, ids, pad))
@@ -93,9 +96,8 @@ _by_rule = by_rule(look_up, "embedding")
 
 
 @combines("own_rows")
-def own_rows(cut: Cut) -> torch.Tensor:
+def own_rows(cut: Cut, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Look up this rank's rows and sum over the ranks: an id that a rank does not hold gives zeros there."""
-    ids, table = cut.locals
     start = cut.layouts[1].start(cut.group.rank, 0)
     return collectives.all_reduce(looked_up(ids, table, start, cut.options["padding_idx"]), cut.subgroup)
 

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import Cut, by_rule, combines, local_call_by_rule
-from shardtensor.ops.engine import HALF, computed_alike, finish, group_of
-from shardtensor.ops.local_call import LocalCall, cached_call
+from shardtensor.ops.engine import HALF, computed_alike, group_of
+from shardtensor.ops.local_call import LocalCall, cached_call, wrapped
 from shardtensor.rules.propagate import with_dims
 from shardtensor.rules.table import rule_of
 from shardtensor.rules.views import heads_fit
@@ -81,7 +81,8 @@ def scaled_dot_product_attention(
     shapes = tuple(tuple(x.shape) for x in qkv)
     rule = rule_of("grouped_query_attention", (*shapes, None))
     local = computed_alike(lambda *xs: attend(*xs, **options), rule, layouts, [x._local for x in qkv])
-    return finish(local, with_dims(layouts[0], (*query.shape[:-1], value.shape[-1]), layouts[0].dims), group)
+    layout = with_dims(layouts[0], (*query.shape[:-1], value.shape[-1]), layouts[0].dims)
+    return wrapped(local, None if layout.is_replicated else layout, group)
 
 
 def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
@@ -102,21 +103,19 @@ HANDLERS[attend] = cached_call(attend, _locally, scaled_dot_product_attention, "
 
 
 @combines("moments", blocks=True)
-def moments(cut: Cut) -> torch.Tensor:
+def moments(cut: Cut, x: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
     """Compute layer_norm: the mean, then the mean square of the differences, of all elements; each one all-reduce."""
-    x = _wide(cut.locals[0])
-    eps = cut.options.get("eps", 1e-5)
-    away = x - _mean(x, cut)
-    return _scaled(away * (_mean(away.square(), cut) + eps).rsqrt(), cut)
+    wide = _wide(x)
+    away = wide - _mean(wide, cut)
+    return _scaled(away * (_mean(away.square(), cut) + cut.options.get("eps", 1e-5)).rsqrt(), cut, affine).to(x.dtype)
 
 
 @combines("mean_square", blocks=True)
-def mean_square(cut: Cut) -> torch.Tensor:
+def mean_square(cut: Cut, x: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
     """Compute rms_norm: one all-reduce."""
-    x = _wide(cut.locals[0])
-    eps = cut.options.get("eps")
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _scaled(x * (_mean(x.square(), cut) + eps).rsqrt(), cut)
+    wide, eps = _wide(x), cut.options.get("eps")
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    return _scaled(wide * (_mean(wide.square(), cut) + eps).rsqrt(), cut, affine).to(x.dtype)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -129,11 +128,10 @@ def _mean(x: torch.Tensor, cut: Cut) -> torch.Tensor:
     return collectives.sum_gradient(total / cut.count, cut.subgroup)
 
 
-def _scaled(out: torch.Tensor, cut: Cut) -> torch.Tensor:
-    given = dict(zip(cut.names, cut.locals, strict=True))
+def _scaled(out: torch.Tensor, cut: Cut, affine: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    given = dict(zip(cut.names[1:], affine, strict=True))
     out = out * given["weight"] if "weight" in given else out
-    out = out + given["bias"] if "bias" in given else out
-    return out.to(cut.locals[0].dtype)
+    return out + given["bias"] if "bias" in given else out
 
 
 # -- over channels -----------------------------------------------------------------------------------------------------

@@ -36,9 +36,9 @@ def _shifted(local: torch.Tensor, dim: int, subgroup: Group) -> torch.Tensor:
 
 
 @combines("exponentials")
-def exponentials(cut: Cut) -> torch.Tensor:
+def exponentials(cut: Cut, local: torch.Tensor) -> torch.Tensor:
     """Compute softmax, log_softmax or softmin over a sharded dim."""
-    (local,), (d,) = cut.locals, cut.dims
+    (d,) = cut.dims
     dtype = cut.options.get("dtype")
     if isinstance(cut.options["_stacklevel"], torch.dtype):  # Tensor.softmax(dim, dtype)
         dtype = cut.options["_stacklevel"]
@@ -147,9 +147,10 @@ _LOSSES = {"cross_entropy": _losses(F.cross_entropy), "nll_loss": _losses(F.nll_
 
 
 @combines("classes", blocks=True)
-def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
+def classes(
+    cut: Cut, local: torch.Tensor, labels: torch.Tensor, *rest: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the losses over sharded classes, and the weight of each in a mean; both are replicated."""
-    local, labels, *rest = cut.locals
     (dim,), (layout, *_), subgroup = cut.dims, cut.layouts, cut.subgroup
     ignore_index, smoothing = cut.options["ignore_index"], cut.options["label_smoothing"]
     is_logits = cut.name == "cross_entropy"

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from shardtensor.ops.by_rule import as_cast, by_rule, leaves_partials
-from shardtensor.ops.engine import layouts_of, run, write_out
-from shardtensor.ops.local_call import LocalCall, cached_call, local_by
-from shardtensor.rules.propagate import propagate
+from shardtensor.ops.engine import chosen_sharding, write_out
+from shardtensor.ops.local_call import LocalCall, cached_call, local_by, on_empty, run
 from shardtensor.rules.rule import einsum_rule
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.fallback import fall_back
@@ -73,11 +72,11 @@ def _einsum_locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall 
     if not isinstance(equation, str) or not all(isinstance(x, torch.Tensor) for x in operands):
         return None
     rule = einsum_rule(equation, tuple(tuple(x.shape) for x in operands))
-    sharding = None if rule is None else propagate(rule, layouts_of(operands))
-    if rule is None or sharding is None:
+    chosen = None if rule is None else chosen_sharding("einsum", rule, operands, for_every_dtype=True)
+    if chosen is None:
         return None
-    compute = _summing(equation, operands)
-    return local_by(lambda _, *xs: compute(*xs), sharding, operands, range(1, len(args)))
+    compute, places = _summing(equation, operands), range(1, len(args))
+    return local_by(on_empty(lambda _, *xs: compute(*xs), None, *chosen, places), *chosen, operands, places)
 
 
 def _summing(equation: str, operands: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:

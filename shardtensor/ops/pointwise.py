@@ -15,16 +15,16 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import local_call_by_rule
-from shardtensor.ops.engine import group_of, redistributed, refuse_to_move, run, write_out
-from shardtensor.ops.local_call import cached_call
-from shardtensor.rules.propagate import OperandLayout, follow
+from shardtensor.ops.engine import arranged, group_of, move_to, refuse_to_move, write_out
+from shardtensor.ops.local_call import cached_call, run
+from shardtensor.rules.propagate import follow
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, rule_of
 from shardtensor.tensor.copied import refuse_lost_write, version_of
 from shardtensor.tensor.dispatch import HANDLERS, functions_named, name_of, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along, part
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, reduced, wrap
 
 ELEMENTWISE = tuple(name for name, row in ROWS.items() if row.section.startswith("elementwise:"))
 NUMBERS = frozenset((int, float, bool, complex))
@@ -236,11 +236,13 @@ def _aligned(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
     layout = x._layout
     if not isinstance(layout, MeshLayout):
         return beside(name, other, x)
-    target = follow(layout, other.shape)
-    moves = isinstance(other, ShardedTensor) and other._layout != target and not other._layout.is_replicated
-    return redistributed(
-        name, other, OperandLayout(target, tuple(sorted({*layout.cut_axes} - {*target.cut_axes})), moves), x._group
-    )
+    target, group = follow(layout, other.shape), x._group
+    if isinstance(other, ShardedTensor) and other._layout != target and not other._layout.is_replicated:
+        refuse_to_move(name, other, target)
+    move, local = move_to(other, target, group), local_of(other)
+    local = local if move is None else arranged(local, *move, group)
+    axes = tuple(sorted({*layout.cut_axes} - {*target.cut_axes}))
+    return collectives.sum_gradient(local, along(group, target, axes)) if axes and local.requires_grad else local
 
 
 def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> bool:
