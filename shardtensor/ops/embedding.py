@@ -160,7 +160,7 @@ def embedding_bag(
         "padding_idx": padding_idx,
     }
     wrong = (input.dim() == 2) == (offsets is not None) or input.dim() not in (1, 2)
-    if wrong or scale_grad_by_freq or mode not in ("sum", "mean", "max"):
+    if wrong or scale_grad_by_freq or mode not in ("sum", "mean"):
         return fall_back(F.embedding_bag, (input, weight, offsets), options)
     if per_sample_weights is not None and (mode != "sum" or per_sample_weights.shape != input.shape):
         return fall_back(F.embedding_bag, (input, weight, offsets), options)
@@ -168,10 +168,6 @@ def embedding_bag(
     counts = torch.ones_like(input, dtype=weight.dtype)
     if padding_idx is not None:
         counts = (input != padding_idx % weight.shape[0]).to(weight.dtype)
-    if mode == "max":
-        return _largest(
-            *(rows, counts) if offsets is None else _side_by_side(rows, counts, offsets, include_last_offset)
-        )
     if padding_idx is not None:
         rows = rows * counts.unsqueeze(-1)
     if per_sample_weights is not None:
@@ -181,27 +177,6 @@ def embedding_bag(
     else:
         total, many = _by_offsets(rows, counts, offsets, include_last_offset)
     return total if mode == "sum" else total / many.clamp_min(1).unsqueeze(-1)
-
-
-def _largest(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the maximum of each bag of ``(bags, n, d)``, 0 where none of its rows counts."""
-    if not rows.shape[1]:
-        return rows.sum(1)
-    empty = (counts.sum(1) == 0).unsqueeze(-1)
-    found = rows.masked_fill((counts == 0).unsqueeze(-1), float("-inf")).max(1)[0]
-    return found.masked_fill(empty, 0)
-
-
-def _side_by_side(
-    rows: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, include_last: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bags as rows of one length, ``(bags, longest, d)``; rows past the end of a bag do not count."""
-    starts, bag = _bags(rows.shape[0], offsets, include_last)
-    sizes = torch.bincount(bag, minlength=starts.numel())
-    within = torch.arange(int(sizes.max()) if sizes.numel() else 0, device=bag.device)
-    held = within < sizes.unsqueeze(1)
-    place = (starts.unsqueeze(1) + within).masked_fill(~held, 0)
-    return rows[place], counts[place] * held
 
 
 def _by_offsets(

@@ -45,7 +45,7 @@ def own_body(func: Any) -> Callable[..., Any]:
     return copy
 
 
-for _func in (F.multi_head_attention_forward, F.normalize):
+for _func in (F.multi_head_attention_forward, F.normalize, F.group_norm, F.dropout):
     HANDLERS[_func] = own_body(_func)
 
 
@@ -183,19 +183,6 @@ def _column(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     x = x if weight is None else x * _column(weight, x)
     return x if bias is None else x + _column(bias, x)
-
-
-@implements(F.group_norm)
-def group_norm(
-    input: torch.Tensor,
-    num_groups: int,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-) -> torch.Tensor:
-    """Run ``F.group_norm``, which checks the size of the whole batch first."""
-    F.group_norm(torch.empty(input.shape, device="meta"), num_groups)  # torch's errors
-    return torch.group_norm(input, num_groups, weight, bias, eps)
 
 
 # -- convolutions and padding ------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.nn import init
 
 from shardtensor.tensor.copied import refuse_lost_write
@@ -134,23 +133,7 @@ HANDLERS[torch.randn_like] = _makes_like(_normal)
 HANDLERS[torch.randint_like] = _makes_like(_integers)
 
 
-@implements(torch.bernoulli, torch.Tensor.bernoulli)
-def bernoulli(x: ShardedTensor, p: Any = None, *, generator: torch.Generator | None = None, out: Any = None) -> Any:
-    """Draw 0 or 1: with probability `p` where it is a number, else with the elements of `x` as probabilities."""
-    if p is None or isinstance(p, torch.Tensor) or out is not None or not isinstance(x, ShardedTensor):
-        options = {"generator": generator} | ({} if out is None else {"out": out})
-        return fall_back(torch.bernoulli, (x,) if p is None else (x, p), options)
-    return _makes_like(lambda: lambda t, g: t.bernoulli_(p, generator=g))(x, generator=generator)
-
-
 # -- dropout ---------------------------------------------------------------------------------------------------------
-
-
-@implements(F.dropout)
-def dropout(input: ShardedTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Zero elements by the mask that dense dropout draws, and scale the others."""
-    F.dropout(torch.empty(0), p, training)  # torch's own checks
-    return (drop_ if inplace else drop)(input, p, training)
 
 
 @implements(torch.dropout)
@@ -287,16 +270,9 @@ for function in INIT_FUNCTIONS:
 
 
 @implements(torch.eye)
-def eye(n: int, m: int | None = None, *, out: ShardedTensor, **options: Any) -> ShardedTensor:
-    """Write the identity into a ShardedTensor of its shape; each rank writes its own part. Sends nothing."""
+def eye(n: int, m: int | None = None, *, out: ShardedTensor, **options: Any) -> torch.Tensor:
+    """Write the identity into a ShardedTensor of its shape. Sends nothing."""
     shape = (n, n if m is None else m)
     if tuple(out.shape) != shape:
         raise RuntimeError(f"out has shape {tuple(out.shape)}; it cannot be resized to {shape} as it is sharded")
-    refuse_lost_write(out, "eye")
-    refuse_leaf(out)
-    rank, layout = out._group.rank, out._layout
-    local = torch.zeros(layout.local_shape(rank), dtype=out.dtype, device=out.device)
-    for here, there in zip(layout.local_boxes(rank), layout.boxes(rank), strict=True):
-        row, column = there.offsets
-        local[here.slices].view(there.sizes).diagonal(row - column).fill_(1)
-    return assign(out, local)
+    return out.copy_(torch.eye(*shape, dtype=out.dtype, device=out.device))

@@ -21,12 +21,6 @@ from shardtensor.tensor.fallback import fall_back
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-@implements(torch.Tensor.__rmatmul__)
-def rmatmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return ``other @ input``."""
-    return torch.matmul(other, input)
-
-
 def _plus(func: Any, inner: Any) -> None:
     """Register ``beta * input + alpha * inner(a, b)``, which sums over ranks before it adds `input`, once."""
     name = func.__name__
@@ -103,31 +97,3 @@ def _dtype_under_autocast(equation: str, kinds: tuple[tuple[Any, torch.dtype], .
 
 
 implements(torch.einsum)(cached_call(torch.einsum, _einsum_locally, einsum))
-
-
-@implements(torch.tensordot)
-def tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Contract dims of `a` with dims of `b`: the last with the first `dims` ones, or two lists of dims."""
-    pairs = (range(a.dim() - dims, a.dim()), range(dims)) if isinstance(dims, int) else dims
-    left, right = ([pair] if isinstance(pair, int) else list(pair) for pair in pairs)
-    if out is not None or isinstance(dims, torch.Tensor) or a.dim() + b.dim() > 52:
-        return fall_back(torch.tensordot, (a, b), {"dims": dims} | ({} if out is None else {"out": out}))
-    shapes = [torch.empty(x.shape, device="meta") for x in (a, b)]
-    torch.tensordot(shapes[0], shapes[1], (left, right))  # torch's errors
-    letters = [chr(97 + i) for i in range(26)] + [chr(65 + i) for i in range(26)]
-    a_letters, b_letters = letters[: a.dim()], letters[a.dim() : a.dim() + b.dim()]
-    for i, j in zip(left, right, strict=True):
-        b_letters[j] = a_letters[i]
-    kept = [x for k, x in enumerate(a_letters) if k not in {i % a.dim() for i in left}]
-    kept += [x for x in b_letters if x not in a_letters]
-    return torch.einsum(f"{''.join(a_letters)},{''.join(b_letters)}->{''.join(kept)}", a, b)
-
-
-@implements(torch.cross, torch.Tensor.cross)
-def cross(input: torch.Tensor, other: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Run ``linalg.cross`` over `dim`, or over the first dim of size 3."""
-    if dim is None:
-        dim = next((d for d, n in enumerate(input.shape) if n == 3), None)
-        if dim is None:
-            raise RuntimeError("no dimension of size 3 in input")
-    return torch.linalg.cross(input, other, dim=dim)

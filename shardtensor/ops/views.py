@@ -1,13 +1,12 @@
 """Views: a view of a ShardedTensor is a view of its local tensor, so a write into one is visible in the other.
 
 If elements must be sent, a view gathers (the fallback) and the result is a *copy* (`tensor.copied`): in-place writes
-to it raise, because the dense program would write into the source. Repeats use ``cat``, ``reshape`` and ``expand``,
-which have rows.
+to it raise, because the dense program would write into the source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.ops.engine import on_grid
-from shardtensor.ops.local_call import LocalCall, cached_call
+from shardtensor.ops.local_call import LocalCall, cached_call, wrapped
 from shardtensor.rules.rule import one_dim
 from shardtensor.rules.views import expanded, permuted, repeated, reshaped
 from shardtensor.tensor.dispatch import HANDLERS, functions_named, implements, name_of
@@ -243,105 +242,30 @@ for _name in _OTHER_VIEWS.split():
         HANDLERS.setdefault(_func, _gathering(_func))
 
 
-# -- repeats, and what is made of other views --------------------------------------------------------------------------
-
-
-def _counts(times: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    given = next(iter(kwargs.values())) if kwargs else times
-    return tuple(given[0]) if len(given) == 1 and not isinstance(given[0], int) else tuple(given)
-
-
-@implements(torch.tile, torch.Tensor.tile)
-def tile(input: torch.Tensor, *times: Any, **kwargs: Any) -> torch.Tensor:
-    """Run ``repeat``; leading dims may be left out."""
-    counts = _counts(times, kwargs)
-    return repeat(input, (1,) * (input.dim() - len(counts)) + counts)
+# -- repeats -----------------------------------------------------------------------------------------------------------
 
 
 @implements(torch.Tensor.repeat)
-def repeat(input: torch.Tensor, *times: Any, **kwargs: Any) -> torch.Tensor:
-    """Repeat dims, with new ones in front; a sharded dim is concatenated with itself."""
-    counts = _counts(times, kwargs)
+def repeat(input: ShardedTensor, *times: Any, **kwargs: Any) -> torch.Tensor:
+    """Repeat dims, with new ones in front; a sharded dim that is repeated gathers."""
+    counts = next(iter(kwargs.values())) if kwargs else times
+    counts = tuple(counts[0]) if len(counts) == 1 and not isinstance(counts[0], int) else tuple(counts)
     torch.empty(input.shape, device="meta").repeat(counts)  # torch's errors
-    if not isinstance(input, ShardedTensor):
-        return input.repeat(counts)
     x = reduced(input)
-    if not isinstance(x._layout, MeshLayout):
-        there = on_grid("repeat", x)
-        x = x if there is None else there
-    if not isinstance(x._layout, MeshLayout):
+    layout = repeated(x._layout, counts) if isinstance(x._layout, MeshLayout) else None
+    if layout is None or (layout.is_replicated and not layout.is_whole_on_all(x._group.size)):
         return fall_back(torch.Tensor.repeat, (input, *counts), {})
-    if x._layout.is_whole_on_all(x._group.size):
-        return x._local.repeat(counts)
-    new = len(counts) - x.dim()
-    for d in x._layout.cut_dims:
-        if counts[new + d] > 1:
-            joined = torch.cat([x] * counts[new + d], d)
-            return repeat(joined, tuple(1 if k == new + d else c for k, c in enumerate(counts)))
-    layout = None if x._layout.is_replicated else repeated(x._layout, counts)
-    if layout is None:
-        return fall_back(torch.Tensor.repeat, (input, *counts), {})
-    return wrap(x._local.repeat(counts), layout, None, x._group)
+    return wrapped(x._local.repeat(counts), None if layout.is_replicated else layout, x._group)
 
 
 @implements(torch.repeat_interleave, torch.Tensor.repeat_interleave)
 def repeat_interleave(
     input: torch.Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
 ) -> torch.Tensor:
-    """Repeat every index of a dim: by one number without communication, by a vector with ``index_select``."""
-    if dim is None:
-        input, dim = input.reshape(-1), 0
-    d = one_dim(input.dim(), dim)
-    if isinstance(repeats, torch.Tensor):
-        if not repeats.dim() or repeats.numel() == 1:
-            repeats = int(repeats)
-        else:
-            repeats = repeats.full_tensor() if hasattr(repeats, "full_tensor") else repeats
-            places = torch.arange(input.shape[d], device=repeats.device)
-            return input.index_select(d, places.repeat_interleave(repeats, output_size=output_size))
-    if not input.dim() or repeats < 0:
+    """Repeat every index of a dim by one number, without communication."""
+    if dim is None or isinstance(repeats, torch.Tensor) or not input.dim() or repeats < 1:
         return fall_back(torch.repeat_interleave, (input, repeats, dim), {"output_size": output_size})
-    shape = list(input.shape)
+    d, shape = one_dim(input.dim(), dim), list(input.shape)
     shape.insert(d + 1, repeats)
-    # A copy, as in torch: the result for one element, or none, would be a view.
-    repeated = input.unsqueeze(d + 1).expand(shape).clone(memory_format=torch.contiguous_format).flatten(d, d + 1)
-    return repeated if repeats else input.narrow(d, 0, 0).clone()
-
-
-@implements(torch.atleast_1d)
-def atleast_1d(*tensors: Any) -> Any:
-    """Return tensors of at least one dim."""
-    return _each(tensors, lambda x: x if x.dim() else x.reshape(1))
-
-
-@implements(torch.atleast_2d)
-def atleast_2d(*tensors: Any) -> Any:
-    """Return tensors of at least two dims."""
-    return _each(tensors, lambda x: x if x.dim() > 1 else x.reshape(1, -1) if x.dim() else x.reshape(1, 1))
-
-
-def _each(tensors: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
-        return change(tensors[0])
-    return tuple(map(change, tensors[0] if len(tensors) == 1 else tensors))
-
-
-@implements(torch.hstack)
-def hstack(tensors: Sequence[torch.Tensor], *, out: Any = None) -> torch.Tensor:
-    """Concatenate along the second dim, vectors along the first."""
-    parts = atleast_1d(*tensors) if len(tensors) > 1 else (atleast_1d(tensors[0]),)
-    return torch.cat(parts, 0 if parts[0].dim() == 1 else 1, out=out)
-
-
-@implements(torch.vstack)
-def vstack(tensors: Sequence[torch.Tensor], *, out: Any = None) -> torch.Tensor:
-    """Concatenate rows along the first dim."""
-    return torch.cat([atleast_2d(x) for x in tensors], 0, out=out)
-
-
-@implements(torch.broadcast_tensors)
-def broadcast_tensors(*tensors: Any) -> tuple[torch.Tensor, ...]:
-    """Expand all tensors to one shape."""
-    tensors = tuple(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor) else tensors
-    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
-    return tuple(x.expand(shape) for x in tensors)
+    # A copy, as in torch: the result for one element would be a view.
+    return input.unsqueeze(d + 1).expand(shape).clone(memory_format=torch.contiguous_format).flatten(d, d + 1)

@@ -107,7 +107,7 @@ cosine_similarity    | ... [!d], ... [!d] -> ...               |              | 
 bucketize            | ..., !b -> ...                          |              | input, boundaries
 searchsorted         | !b, ... -> ...                          |              | sorted_sequence, input
 isin                 | ..., !t -> ...                          |              | elements, test_elements
-einsum tensordot     | @rule.einsum_rule
+einsum               | @rule.einsum_rule
 
 # norms: local over unsharded dims, two passes over sharded ones
 
@@ -191,7 +191,7 @@ view reshape flatten unflatten ravel
 transpose swapaxes swapdims movedim
   moveaxis permute t adjoint T mT H mH     | @views.permuted
 expand broadcast_to expand_as              | @views.expanded
-repeat tile                                | @views.repeated
+repeat                                     | @views.repeated
 tensor_split hsplit vsplit dsplit          | @indexing.indexing
 Tensor.__getitem__ narrow select split
   split_with_sizes chunk unbind            | @indexing.indexing
