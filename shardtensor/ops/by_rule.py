@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import attrs
@@ -26,7 +26,7 @@ from shardtensor.rules.pattern import Pattern
 from shardtensor.rules.propagate import OpSharding, propagate, with_dims
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, Row, rows
-from shardtensor.tensor.dispatch import HANDLERS, resolve
+from shardtensor.tensor.dispatch import implements_each
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
@@ -337,12 +337,11 @@ def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def install() -> None:
-    """Register the handler of every row with letters that has no handler yet."""
+    """Register the handler of every row with letters ; modules imported later replace some."""
     for row in rows():
         if row.pattern is not None and not row.pattern.is_elementwise:
             for name in row.names:
-                for func in resolve(name):
-                    HANDLERS.setdefault(func, by_rule(func, name.rpartition(".")[2]))
+                implements_each(name, partial(by_rule, name=name.rpartition(".")[2]))
 
 
 install()

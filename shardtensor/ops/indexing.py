@@ -23,7 +23,7 @@ from shardtensor.ops.views import copied, local_view, to_view, view
 from shardtensor.rules.indexing import Item, indexing, normalize
 from shardtensor.rules.rule import one_dim
 from shardtensor.tensor.copied import refuse_lost_write
-from shardtensor.tensor.dispatch import HANDLERS, functions_named, implements, refuse_partial_write
+from shardtensor.tensor.dispatch import implements, implements_each, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, wrap
@@ -243,9 +243,7 @@ def _splitting(func: Callable[..., Any]) -> Callable[..., Any]:
     return handler
 
 
-for _name in ("split", "split_with_sizes", "chunk"):
-    for _func in functions_named(_name):
-        HANDLERS[_func] = _splitting(_func)
+implements_each("split split_with_sizes chunk", _splitting)
 
 
 @implements(torch.unbind, torch.Tensor.unbind)

@@ -23,7 +23,7 @@ from shardtensor.ops.engine import chosen_sharding, in_graph, write_out
 from shardtensor.ops.local_call import run_as
 from shardtensor.rules.indexing import first_of, reading, writing
 from shardtensor.rules.rule import one_dim
-from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.dispatch import implements, implements_each
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced
 
@@ -146,9 +146,9 @@ def _with_spare(local: torch.Tensor, d: int) -> torch.Tensor:
     return torch.cat([local, local.new_ones(shape)], d)
 
 
-def _checked(name: str) -> Callable[..., torch.Tensor]:
+def _checked(func: Any) -> Callable[..., torch.Tensor]:
     """Return the handler of an operation along one dim; it first checks, on all ranks, that indices are in range."""
-    func = getattr(torch, name)
+    name = func.__name__
     sharded = by_rule(func, name)
 
     def follow(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -185,10 +185,9 @@ def _narrowed(x: Any, index: torch.Tensor, dims: Sequence[int] | None = None) ->
     return x
 
 
-for _name in """
-gather index_select scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce
-""".split():
-    HANDLERS[getattr(torch, _name)] = HANDLERS[getattr(torch.Tensor, _name)] = _checked(_name)
+implements_each(
+    "gather index_select scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce", _checked
+)
 
 
 # -- several dims ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from shardtensor.ops.pointwise import refuse_expanded, unaliased, written_throug
 from shardtensor.ops.views import order_of
 from shardtensor.rules.views import permuted
 from shardtensor.tensor.copied import refuse_lost_write
-from shardtensor.tensor.dispatch import HANDLERS, implements, name_of, refuse_partial_write, warn_of_gather
+from shardtensor.tensor.dispatch import implements, implements_each, name_of, refuse_partial_write, warn_of_gather
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.from_metadata import from_torch_sharded_tensor, is_torch_sharded
 from shardtensor.tensor.move import along
@@ -86,8 +86,9 @@ def zero_(input: ShardedTensor) -> ShardedTensor:
     return input
 
 
-def _writes(method: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the handler of a method that writes into its tensor what `new` returns."""
+def _writes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the handler of a method that writes into its tensor what its other form returns."""
+    new = getattr(torch.Tensor, method.__name__.removesuffix("_"))
 
     def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if any(x is input for x in (*args, *kwargs.values())):  # undefined in torch: an input aliases the output
@@ -108,22 +109,19 @@ def _writes(method: Callable[..., Any], new: Callable[..., Any]) -> Callable[...
     return handler
 
 
-COMPOSED = """
-scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce index_put cumsum cumprod
-addmm addmv addbmm baddbmm addr tril triu
-"""
-"""Methods whose in-place form computes the other form and copies its result."""
-
-for _name in COMPOSED.split():
-    _func = getattr(torch.Tensor, f"{_name}_")
-    HANDLERS[_func] = _writes(_func, getattr(torch.Tensor, _name))
+implements_each(
+    "scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ index_reduce_ index_put_ "
+    "cumsum_ cumprod_ addmm_ addmv_ addbmm_ baddbmm_ addr_ tril_ triu_",
+    _writes,
+)
 
 
 # -- dims in another order ---------------------------------------------------------------------------------------------
 
 
-def _transposes(func: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., ShardedTensor]:
-    """Return the handler of `func`, the in-place form of the view `new`; it permutes the layout's dims too."""
+def _transposes(func: Callable[..., Any]) -> Callable[..., ShardedTensor]:
+    """Return the handler of the in-place form of a view; it permutes the layout's dims too."""
+    new = getattr(torch.Tensor, func.__name__.removesuffix("_"))
 
     def handler(input: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
         refuse_lost_write(input, func.__name__)
@@ -145,6 +143,4 @@ def _transposes(func: Callable[..., Any], new: Callable[..., Any]) -> Callable[.
     return handler
 
 
-for _name in ("t", "transpose", "swapaxes", "swapdims"):
-    _func = getattr(torch.Tensor, f"{_name}_")
-    HANDLERS[_func] = _transposes(_func, getattr(torch.Tensor, _name))
+implements_each("t_ transpose_ swapaxes_ swapdims_", _transposes)

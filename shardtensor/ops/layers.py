@@ -27,7 +27,7 @@ from shardtensor.ops.local_call import LocalCall, cached_call, wrapped
 from shardtensor.rules.propagate import with_dims
 from shardtensor.rules.table import rule_of
 from shardtensor.rules.views import heads_fit
-from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.dispatch import implements, implements_each
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -45,8 +45,7 @@ def own_body(func: Any) -> Callable[..., Any]:
     return copy
 
 
-for _func in (F.multi_head_attention_forward, F.normalize, F.group_norm, F.dropout):
-    HANDLERS[_func] = own_body(_func)
+implements_each((F.multi_head_attention_forward, F.normalize, F.group_norm, F.dropout), own_body)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -94,7 +93,7 @@ def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
     return local_call_by_rule(attend, "scaled_dot_product_attention", args, kwargs)
 
 
-HANDLERS[attend] = cached_call(attend, _locally, scaled_dot_product_attention, "scaled_dot_product_attention")
+implements(attend)(cached_call(attend, _locally, scaled_dot_product_attention, "scaled_dot_product_attention"))
 
 
 # -- normalization -----------------------------------------------------------------------------------------------------
@@ -188,9 +187,8 @@ def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
 # -- convolutions and padding ------------------------------------------------------------------------------------------
 
 
-def _convolution(name: str) -> Callable[..., torch.Tensor]:
-    func = getattr(F, name)
-    ungrouped, grouped = by_rule(func, name), by_rule(func, f"grouped_{name}")
+def _convolution(func: Any) -> Callable[..., torch.Tensor]:
+    ungrouped, grouped = by_rule(func, func.__name__), by_rule(func, f"grouped_{func.__name__}")
 
     def handler(*args: Any, **kwargs: Any) -> torch.Tensor:
         groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
@@ -199,8 +197,7 @@ def _convolution(name: str) -> Callable[..., torch.Tensor]:
     return handler
 
 
-for _name in (f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)):
-    HANDLERS[getattr(F, _name)] = HANDLERS[getattr(torch, _name)] = _convolution(_name)
+implements_each("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", _convolution)
 
 
 @implements(F.pad)

@@ -20,7 +20,7 @@ from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import check_ids, places
 from shardtensor.ops.pointwise import spread
 from shardtensor.ops.reductions import local_extreme
-from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.dispatch import implements, implements_each
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
@@ -236,8 +236,8 @@ def _elementwise_loss(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _WEIGHTED_MEAN = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
-for _func in (
-    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy),
-    *(F.binary_cross_entropy_with_logits, F.kl_div, F.soft_margin_loss, F.poisson_nll_loss, F.hinge_embedding_loss),
-):
-    HANDLERS[_func] = _elementwise_loss(_func)
+implements_each(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy F.binary_cross_entropy_with_logits F.kl_div "
+    "soft_margin_loss F.poisson_nll_loss F.hinge_embedding_loss",
+    _elementwise_loss,
+)

@@ -21,13 +21,12 @@ import torch
 from torch.nn import init
 
 from shardtensor.tensor.copied import refuse_lost_write
-from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.dispatch import implements, implements_each
 from shardtensor.tensor.drawing import Sample, draw, memory_order
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced, wrap
 
 _UNUSED = torch.Generator()
-IN_PLACE = ("uniform_", "normal_", "exponential_", "bernoulli_", "random_", "cauchy_", "log_normal_", "geometric_")
 
 
 def draw_like(
@@ -68,9 +67,7 @@ def _fills(method: Callable[..., Any]) -> Callable[..., Any]:
     return handler
 
 
-for name in IN_PLACE:
-    method = getattr(torch.Tensor, name)
-    HANDLERS[method] = _fills(method)
+implements_each("uniform_ normal_ exponential_ bernoulli_ random_ cauchy_ log_normal_ geometric_", _fills)
 
 
 def refuse_leaf(x: ShardedTensor) -> None:
@@ -128,9 +125,9 @@ def _integers(*bounds: Any, low: int = 0, high: int | None = None) -> Sample:
     return lambda t, g: t.random_(start, stop, generator=g)
 
 
-HANDLERS[torch.rand_like] = _makes_like(_uniform)
-HANDLERS[torch.randn_like] = _makes_like(_normal)
-HANDLERS[torch.randint_like] = _makes_like(_integers)
+implements(torch.rand_like)(_makes_like(_uniform))
+implements(torch.randn_like)(_makes_like(_normal))
+implements(torch.randint_like)(_makes_like(_integers))
 
 
 # -- dropout ---------------------------------------------------------------------------------------------------------
@@ -210,8 +207,7 @@ def _wrapped_like(local: torch.Tensor, x: ShardedTensor) -> ShardedTensor:
     return wrap(local, layout, x._spec if layout is x._layout else None, x._group)
 
 
-for _like in ("zeros_like", "ones_like", "empty_like", "full_like"):
-    HANDLERS[getattr(torch, _like)] = _filled(getattr(torch, _like))
+implements_each("zeros_like ones_like empty_like full_like", _filled)
 
 
 def _new(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,8 +224,7 @@ def _new(func: Callable[..., Any]) -> Callable[..., Any]:
     return handler
 
 
-for _func in (torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full):
-    HANDLERS[_func] = _new(_func)
+implements_each("new_zeros new_ones new_empty new_full", _new)
 
 
 @implements(torch.Tensor.new_tensor)
@@ -240,9 +235,6 @@ def new_tensor(input: ShardedTensor, data: Any, **kwargs: Any) -> torch.Tensor:
 
 
 # -- torch.nn.init -----------------------------------------------------------------------------------------------------
-
-
-INIT_FUNCTIONS = (init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_)
 
 
 class _Proxy:
@@ -265,8 +257,7 @@ def _own_body(function: Callable[..., Any]) -> Callable[..., ShardedTensor]:
     return handler
 
 
-for function in INIT_FUNCTIONS:
-    HANDLERS[function] = _own_body(function)
+implements_each((init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_), _own_body)
 
 
 @implements(torch.eye)

@@ -7,7 +7,7 @@ and Python numbers need no redistribution.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from shardtensor.rules.propagate import follow
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, rule_of
 from shardtensor.tensor.copied import refuse_lost_write, version_of
-from shardtensor.tensor.dispatch import HANDLERS, functions_named, name_of, refuse_partial_write
+from shardtensor.tensor.dispatch import implements_each, name_of, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along, part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, reduced, wrap
@@ -267,13 +267,9 @@ def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) 
 # -- registered --------------------------------------------------------------------------------------------------------
 
 for _name in ELEMENTWISE:
-    for _func in functions_named(_name):
-        HANDLERS[_func] = elementwise(_func, _name)
-    for _func in functions_named(f"{_name}_"):
-        HANDLERS[_func] = in_place(_func)
-for _name in "iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split():
-    if hasattr(torch.Tensor, f"__{_name}__"):
-        HANDLERS[getattr(torch.Tensor, f"__{_name}__")] = in_place(getattr(torch.Tensor, f"__{_name}__"))
+    implements_each(_name, partial(elementwise, name=_name))
+    implements_each(f"{_name}_", in_place)
+implements_each("iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor ilshift irshift", in_place)
 
 
 def _where(func: Any) -> Any:
@@ -290,5 +286,4 @@ def _where(func: Any) -> Any:
     return cached_call(func, decide, handler, "where")
 
 
-for _func in functions_named("where"):
-    HANDLERS[_func] = _where(_func)
+implements_each("where", _where)

@@ -18,7 +18,7 @@ from shardtensor.ops.by_rule import Cut, by_rule, combines
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import places
 from shardtensor.ops.pointwise import spread
-from shardtensor.tensor.dispatch import HANDLERS, functions_named
+from shardtensor.tensor.dispatch import implements_each
 from shardtensor.tensor.fallback import fall_back
 
 # -- sums and products -------------------------------------------------------------------------------------------------
@@ -228,13 +228,13 @@ def local_extreme(t: torch.Tensor, dims: tuple[int, ...], largest: bool) -> torc
 # -- registered --------------------------------------------------------------------------------------------------------
 
 
-def _either(func: Any, name: str) -> Any:
+def _either(func: Any) -> Any:
     """Return the handler of ``max`` and ``min``, which are elementwise when given a second tensor."""
-    reduce = by_rule(func, name)
+    reduce = by_rule(func, func.__name__)
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         if (len(args) > 1 and isinstance(args[1], torch.Tensor)) or "other" in kwargs:
-            return spread(func, args, kwargs, f"{name}imum")
+            return spread(func, args, kwargs, f"{func.__name__}imum")
         return reduce(*args, **kwargs)
 
     return handler
@@ -258,8 +258,5 @@ def _vector(func: Any) -> Any:
     return handler
 
 
-for _func in (torch.norm, torch.Tensor.norm, torch.linalg.norm):
-    HANDLERS[_func] = _vector(_func)
-for _name in ("max", "min"):
-    for _func in functions_named(_name):
-        HANDLERS[_func] = _either(_func, _name)
+implements_each("norm linalg.norm", _vector)
+implements_each("max min", _either)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from shardtensor.errors import RuleError
 from shardtensor.ops.by_rule import by_rule
 from shardtensor.rules.table import ROWS, Row, row_of
-from shardtensor.tensor.dispatch import HANDLERS, name_of
+from shardtensor.tensor.dispatch import implements, name_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 Function = Callable[..., Any]
@@ -65,7 +65,7 @@ def register_op(*args: Any, combine: str = "", call: str = "") -> Any:
     ROWS[key] = row
     handler = _with_operand_check(by_rule(func, key), name, row)
     if not is_own:
-        HANDLERS[func] = handler
+        implements(func)(handler)
         return func
 
     @functools.wraps(func)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.dispatch import implements, implements_each
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
@@ -20,20 +20,16 @@ def _of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
     return handler
 
 
-for _name in "item __float__ __int__ __index__ __complex__".split():
-    HANDLERS[getattr(torch.Tensor, _name)] = _of_whole(getattr(torch.Tensor, _name))
+implements_each("item __float__ __int__ __index__ __complex__", _of_whole)
 
 
+@implements(torch.Tensor.__bool__, torch.Tensor.__nonzero__, torch.Tensor.is_nonzero, torch.is_nonzero)
 def bool_value(input: ShardedTensor) -> bool:
     """Return the one element as a bool."""
     if input.numel() != 1:
         kind = "more than one value" if input.numel() else "no values"
         raise RuntimeError(f"Boolean value of Tensor with {kind} is ambiguous")
     return bool(input.full_tensor().item())
-
-
-for _func in (torch.Tensor.__bool__, torch.Tensor.__nonzero__, torch.Tensor.is_nonzero, torch.is_nonzero):
-    HANDLERS[_func] = bool_value
 
 
 @implements(torch.Tensor.tolist)

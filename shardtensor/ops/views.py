@@ -17,7 +17,7 @@ from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import LocalCall, cached_call, wrapped
 from shardtensor.rules.rule import one_dim
 from shardtensor.rules.views import expanded, permuted, repeated, reshaped
-from shardtensor.tensor.dispatch import HANDLERS, functions_named, implements, name_of
+from shardtensor.tensor.dispatch import bare_name, implements, implements_each, name_of
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, reduced, view_of, wrap
 
@@ -93,12 +93,7 @@ def _permuting(func: Any) -> Callable[..., Any]:
     return cached_call(func, decide, handler)
 
 
-for _name in "transpose swapaxes swapdims movedim moveaxis permute t adjoint".split():
-    for _func in functions_named(_name):
-        HANDLERS[_func] = _permuting(_func)
-for _name in "T mT H mH".split():
-    _func = getattr(torch.Tensor, _name).__get__
-    HANDLERS[_func] = _permuting(_func)
+implements_each("transpose swapaxes swapdims movedim moveaxis permute t adjoint T mT H mH", _permuting)
 
 
 # -- other shapes, the same elements -----------------------------------------------------------------------------------
@@ -160,9 +155,7 @@ def _reshaping(func: Any) -> Callable[..., Any]:
     return cached_call(func, decide, handler)
 
 
-for _name in "view reshape flatten unflatten ravel squeeze unsqueeze".split():
-    for _func in functions_named(_name):
-        HANDLERS[_func] = _reshaping(_func)
+implements_each("view reshape flatten unflatten ravel squeeze unsqueeze", _reshaping)
 
 
 @implements(torch.Tensor.view_as, torch.Tensor.reshape_as)
@@ -200,8 +193,7 @@ def _keeps_layout(func: Any) -> Callable[..., Any]:
     return handler
 
 
-for _func in (torch.clone, torch.Tensor.clone):
-    HANDLERS[_func] = _keeps_layout(_func)
+implements_each("clone", _keeps_layout)
 
 
 @implements(torch.detach, torch.Tensor.detach)
@@ -219,7 +211,7 @@ def contiguous(input: ShardedTensor, memory_format: torch.memory_format = torch.
 
 def _part_of_complex(func: Any) -> Callable[..., Any]:
     def handler(input: ShardedTensor) -> torch.Tensor:
-        if func is torch.real and not input.is_complex():
+        if bare_name(func) == "real" and not input.is_complex():
             return input
         x = to_view(input)
         return view(x, func(x._local), x._layout)
@@ -227,19 +219,11 @@ def _part_of_complex(func: Any) -> Callable[..., Any]:
     return handler
 
 
-for _func in (torch.real, torch.imag):
-    for _overload in (_func, getattr(torch.Tensor, _func.__name__).__get__):
-        HANDLERS[_overload] = _part_of_complex(_func)
-
-
-def _gathering(func: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: copied(func, args, kwargs)
-
-
-_OTHER_VIEWS = "tensor_split hsplit vsplit dsplit view_as_real view_as_complex as_strided squeeze_copy diagonal unfold"
-for _name in _OTHER_VIEWS.split():
-    for _func in functions_named(_name):
-        HANDLERS.setdefault(_func, _gathering(_func))
+implements_each("real imag", _part_of_complex)
+implements_each(
+    "tensor_split hsplit vsplit dsplit view_as_real view_as_complex as_strided squeeze_copy diagonal Tensor.unfold",
+    lambda func: lambda *args, **kwargs: copied(func, args, kwargs),
+)
 
 
 # -- repeats -----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, 
 from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor import placing
-from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.dispatch import implements, implements_each
 from shardtensor.tensor.gradient import gradient_of
 from shardtensor.tensor.placing import moved
 from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced, view_of, wrap
@@ -105,15 +105,11 @@ def cuda(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
 
 
 for name, handler in (("to", to), ("cpu", _short_form(torch.Tensor.cpu)), ("cuda", cuda)):
-    HANDLERS[getattr(torch.Tensor, name)] = handler
+    implements(getattr(torch.Tensor, name))(handler)
     setattr(ShardedTensor, name, handler)  # torch's own methods take no process_group=
 
-SHORT_FORMS = """
-half float double bfloat16 cfloat cdouble chalf byte char short int long bool pin_memory
-"""
-for _name in SHORT_FORMS.split():
-    if hasattr(torch.Tensor, _name):
-        HANDLERS[getattr(torch.Tensor, _name)] = _short_form(getattr(torch.Tensor, _name))
+_SHORT = "half float double bfloat16 cfloat cdouble chalf byte char short int long bool pin_memory"
+implements_each([getattr(torch.Tensor, name) for name in _SHORT.split()], _short_form)
 
 
 @implements(torch.Tensor.type)
