@@ -20,10 +20,10 @@ from shardtensor.comm.group import Group
 from shardtensor.layout.layout import MeshLayout, Shape, replicated
 from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.binding import BoundCall, Place, operands_at, row_keyword, with_operands
-from shardtensor.ops.engine import chosen_sharding, group_of, layouts_of, write_out
+from shardtensor.ops.engine import chosen_sharding, group_of, write_out
 from shardtensor.ops.local_call import LocalCall, cached_call, local_by, on_empty, reducing
 from shardtensor.rules.pattern import Pattern
-from shardtensor.rules.propagate import OpSharding, propagate, with_dims
+from shardtensor.rules.propagate import OpSharding, with_dims
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, Row, rows
 from shardtensor.tensor.dispatch import implements_each
@@ -157,7 +157,7 @@ def _local_call(call: BoundCall, rule: Rule, row: Row, *, for_every_dtype: bool)
     needs = attrs.evolve(sharding, needs=tuple(sharding.needs[i] for i in first))
     compute = on_empty(compute, inner, needs, group, [places[i] for i in first])
     if added:
-        compute, sharding = _then_added(compute, rule, sharding, group, places, added)
+        compute, sharding = _then_added(compute, call, rule, sharding, group, added)
     found = local_by(compute, sharding, group, present, places)
     if pattern.makes_sizes and found.layout is not None:
         return found._replace(sized=_sizing(sharding.reduced))
@@ -165,24 +165,26 @@ def _local_call(call: BoundCall, rule: Rule, row: Row, *, for_every_dtype: bool)
 
 
 def _then_added(
-    compute: Callable[..., Any],
-    rule: Rule,
-    sharding: OpSharding,
-    group: Group,
-    places: Sequence[Place],
-    added: Sequence[int],
+    compute: Callable[..., Any], call: BoundCall, rule: Rule, sharding: OpSharding, group: Group, added: Sequence[int]
 ) -> tuple[Callable[..., Any], OpSharding]:
-    """Return a function that sums the ranks' results and then adds the operands `added`, once; and its layouts."""
+    """Return a function that sums the ranks' results and then adds the operands `added`, once; and its layouts.
+
+    With an argument ``beta``, as of ``addmm``, the local call multiplies a zero, and the operand after the sum, by it.
+    """
     summed = reducing(compute, sharding.output, group)
-    at = [places[i] for i in added]
+    at, has_beta, beta = [call.places[i] for i in added], "beta" in call.signature.names, call.options.get("beta", 1)
     last = [rule.inputs[i][-1] if rule.inputs[i] else None for i in added]
     after = [0 if letter is None else rule.output[::-1].index(letter) for letter in last]
 
     def sum_and_add(*args: Any, **kwargs: Any) -> torch.Tensor:
-        given, named = with_operands(at, [None] * len(at), args, kwargs)
+        terms = operands_at(at, args, kwargs)
+        given, named = with_operands(at, [x.new_zeros(()) if has_beta else None for x in terms], args, kwargs)
         out = summed(*given, **named)
-        for x, count in zip(operands_at(at, args, kwargs), after, strict=True):
-            out = out + as_cast(x.reshape(*x.shape, *(1,) * count) if count else x, out)
+        for x, count in zip(terms, after, strict=True):
+            x = x.reshape(*x.shape, *(1,) * count) if count else x
+            if beta == 0:  # values of `x`, even nan, do not count, but it stays in the graph
+                x = x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+            out = out + as_cast(x if beta in (0, 1) else x * beta, out)
         return out
 
     needs = list(sharding.needs)
@@ -316,13 +318,6 @@ def as_cast(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
     """Return `x` in the dtype of the product it is added to, if autocast would have cast it."""
     is_autocast = not product.is_meta and torch.is_autocast_enabled(product.device.type)
     return x.to(product.dtype) if is_autocast else x
-
-
-def leaves_partials(name: str, operands: tuple[torch.Tensor, ...]) -> bool:
-    """Return whether the local results of an operation on these operands are partial sums."""
-    rule = ROWS[name].rule(tuple(tuple(x.shape) for x in operands))
-    sharding = None if rule is None else propagate(rule, layouts_of(operands))
-    return sharding is not None and bool(sharding.output.partial)
 
 
 def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -79,11 +79,7 @@ def fill_(input: torch.Tensor, value: Any) -> Any:
 @implements(torch.Tensor.zero_, torch.zero_)
 def zero_(input: ShardedTensor) -> ShardedTensor:
     """Set every element to zero."""
-    if written_through(input, lambda row: row.zero_()):
-        return input
-    refuse_lost_write(input, "zero_")
-    input._local.zero_()
-    return input
+    return fill_(input, 0)
 
 
 def _writes(method: Callable[..., Any]) -> Callable[..., Any]:

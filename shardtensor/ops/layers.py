@@ -25,7 +25,7 @@ from shardtensor.ops.by_rule import Cut, by_rule, combines, local_call_by_rule
 from shardtensor.ops.engine import HALF, computed_alike, group_of
 from shardtensor.ops.local_call import LocalCall, cached_call, wrapped
 from shardtensor.rules.propagate import with_dims
-from shardtensor.rules.table import rule_of
+from shardtensor.rules.table import ROWS
 from shardtensor.rules.views import heads_fit
 from shardtensor.tensor.dispatch import implements, implements_each
 from shardtensor.tensor.fallback import fall_back
@@ -78,7 +78,7 @@ def scaled_dot_product_attention(
         return _GROUPED(*operands, **options)
     group = group_of("scaled_dot_product_attention", qkv)
     shapes = tuple(tuple(x.shape) for x in qkv)
-    rule = rule_of("grouped_query_attention", (*shapes, None))
+    rule = ROWS["grouped_query_attention"].rule((*shapes, None))
     local = computed_alike(lambda *xs: attend(*xs, **options), rule, layouts, [x._local for x in qkv])
     layout = with_dims(layouts[0], (*query.shape[:-1], value.shape[-1]), layouts[0].dims)
     return wrapped(local, None if layout.is_replicated else layout, group)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn._reduction import legacy_get_string
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
@@ -24,6 +25,13 @@ from shardtensor.tensor.dispatch import implements, implements_each
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
+
+
+def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
+    """Return the reduction that torch's two older arguments mean, if they are given."""
+    is_old = size_average is not None or reduce is not None
+    return legacy_get_string(size_average, reduce, emit_warning=False) if is_old else reduction
+
 
 # -- softmax -----------------------------------------------------------------------------------------------------------
 
@@ -68,7 +76,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Compute cross entropy of logits ``(n, c, ...)`` or ``(c,)`` with class indices ``(n, ...)`` or probabilities."""
-    reduction = _legacy(size_average, reduce, reduction)
+    reduction = _reduction(size_average, reduce, reduction)
     dim = 0 if input.dim() == 1 else 1
     if target.is_floating_point():
         probabilities = (
@@ -95,7 +103,7 @@ def nll_loss(
     reduction: str = "mean",
 ) -> torch.Tensor:
     """Return the negative log likelihood of class indices ``(n, ...)`` under log probabilities ``(n, c, ...)``."""
-    return _indexed("nll_loss", input, target, weight, ignore_index, _legacy(size_average, reduce, reduction), 0.0)
+    return _indexed("nll_loss", input, target, weight, ignore_index, _reduction(size_average, reduce, reduction), 0.0)
 
 
 def _indexed(
@@ -206,16 +214,9 @@ def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torc
 # -- elementwise losses ------------------------------------------------------------------------------------------------
 
 
-def _legacy(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
-    """Return the reduction that torch's two older arguments mean."""
-    if size_average is None and reduce is None:
-        return reduction
-    return "none" if reduce is False else "sum" if size_average is False else "mean"
-
-
 def _elementwise_loss(func: Callable[..., Any]) -> Callable[..., Any]:
     def handler(*args: Any, **kwargs: Any) -> Any:
-        reduction = _legacy(
+        reduction = _reduction(
             kwargs.pop("size_average", None), kwargs.pop("reduce", None), kwargs.pop("reduction", "mean")
         )
         kwargs = {name: value for name, value in kwargs.items() if value is not None}

@@ -111,22 +111,14 @@ def _makes_like(sampler: Callable[..., Sample]) -> Callable[..., Any]:
     return handler
 
 
-def _uniform() -> Sample:
-    return lambda t, g: t.uniform_(generator=g)
-
-
-def _normal() -> Sample:
-    return lambda t, g: t.normal_(generator=g)
-
-
 def _integers(*bounds: Any, low: int = 0, high: int | None = None) -> Sample:
     bounds = (low, *bounds) if high is None else (low, *bounds, high)
     start, stop = map(int, bounds[-2:])
     return lambda t, g: t.random_(start, stop, generator=g)
 
 
-implements(torch.rand_like)(_makes_like(_uniform))
-implements(torch.randn_like)(_makes_like(_normal))
+implements(torch.rand_like)(_makes_like(lambda: lambda t, g: t.uniform_(generator=g)))
+implements(torch.randn_like)(_makes_like(lambda: lambda t, g: t.normal_(generator=g)))
 implements(torch.randint_like)(_makes_like(_integers))
 
 

@@ -1,6 +1,6 @@
-"""Products: ``m k, k n -> m n`` and its batched, vector and Einstein forms.
+"""Einstein sums: the equation is the rule.
 
-If the contracted dim is sharded, the local products are partial sums and are summed at once (one all-reduce).
+If a contracted dim is sharded, the local products are partial sums and are summed at once (one all-reduce).
 """
 
 from __future__ import annotations
@@ -11,48 +11,15 @@ from typing import Any
 
 import torch
 
-from shardtensor.ops.by_rule import as_cast, by_rule, leaves_partials
-from shardtensor.ops.engine import chosen_sharding, write_out
+from shardtensor.ops.engine import chosen_sharding
 from shardtensor.ops.local_call import LocalCall, cached_call, local_by, on_empty, run
 from shardtensor.rules.rule import einsum_rule
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.fallback import fall_back
 
-# -- products ----------------------------------------------------------------------------------------------------------
-
-
-def _plus(func: Any, inner: Any) -> None:
-    """Register ``beta * input + alpha * inner(a, b)``, which sums over ranks before it adds `input`, once."""
-    name = func.__name__
-    together = by_rule(func, name)
-
-    @implements(func, getattr(torch.Tensor, name))
-    def added(
-        input: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None
-    ) -> torch.Tensor:
-        if out is not None:
-            return write_out(lambda _, x, k: added(*x, **k), func, (input, a, b), dict(beta=beta, alpha=alpha, out=out))
-        if not leaves_partials(name, (input, a, b)):
-            return together(input, a, b, beta=beta, alpha=alpha)
-        product = inner(a, b)
-        if alpha != 1:
-            product = product * alpha
-        if beta == 0:  # values of `input`, even nan, do not count, but it stays in the graph
-            gone = input.masked_fill(torch.ones((), dtype=torch.bool, device=input.device), 0)
-            return product + as_cast(gone, product) if input.requires_grad else product
-        input = as_cast(input, product)
-        return product + (input if beta == 1 else input * beta)
-
-
-_plus(torch.addmm, torch.mm)
-_plus(torch.baddbmm, torch.bmm)
-_plus(torch.addmv, torch.mv)
-_plus(torch.addbmm, lambda a, b: torch.einsum("bmk,bkn->mn", a, b))
-_plus(torch.addr, torch.outer)
-
 
 def einsum(*args: Any) -> torch.Tensor:
-    """Run ``torch.einsum(equation, *operands)``: the equation is the rule. The form without an equation gathers."""
+    """Run ``torch.einsum(equation, *operands)``. The form without an equation gathers."""
     equation, operands = args[0], args[1:]
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])

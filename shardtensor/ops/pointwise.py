@@ -7,7 +7,7 @@ and Python numbers need no redistribution.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from shardtensor.ops.engine import arranged, group_of, move_to, refuse_to_move, 
 from shardtensor.ops.local_call import cached_call, run
 from shardtensor.rules.propagate import follow
 from shardtensor.rules.rule import Rule
-from shardtensor.rules.table import ROWS, rule_of
+from shardtensor.rules.table import ROWS
 from shardtensor.tensor.copied import refuse_lost_write, version_of
 from shardtensor.tensor.dispatch import implements_each, name_of, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
@@ -106,7 +106,11 @@ def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
     if any(type(value).__module__ == "numpy" and getattr(value, "ndim", 0) for value in args):
         return fall_back(func, args, kwargs)
-    out = broadcast(name_of(func), operands, compute, rule_for(name, tuple(x.shape for x in operands)))
+    rule = ROWS[name].rule(tuple(x.shape for x in operands))
+    if rule is None:
+        reduce(torch.add, (torch.empty(()).expand(x.shape) for x in operands))  # torch's error
+    assert rule is not None, "torch broadcasts these shapes"
+    out = broadcast(name_of(func), operands, compute, rule)
     return fall_back(func, args, kwargs) if out is None else out
 
 
@@ -145,17 +149,6 @@ def beside(name: str, x: torch.Tensor, base: ShardedTensor) -> torch.Tensor:
     if not x.dim():
         return collectives.sum_gradient(x, along(group, layout, layout.sharding_axes))
     return part(x.expand(layout.shape), layout, group)
-
-
-def rule_for(name: str, shapes: tuple[tuple[int, ...], ...]) -> Rule:
-    """Return the rule of operands of these shapes; raise torch's error if they do not broadcast."""
-    rule = rule_of(name, shapes)
-    if rule is None:
-        total = torch.empty(()).expand(shapes[0])
-        for other in shapes[1:]:
-            total = total + torch.empty(()).expand(other)
-        raise AssertionError(f"torch broadcasts {shapes}")
-    return rule
 
 
 # -- in place ----------------------------------------------------------------------------------------------------------
@@ -274,16 +267,14 @@ implements_each("iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor 
 
 def _where(func: Any) -> Any:
     """Return the handler of ``where``, which with one argument is ``nonzero``."""
+    chosen = elementwise(func, "where")
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) == 1:
             return torch.nonzero(*args, *kwargs.values(), as_tuple=True)
-        return spread(func, args, kwargs, "where")
+        return chosen(*args, **kwargs)
 
-    def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if len(args) + len(kwargs) == 1 else local_call_by_rule(func, "where", args, kwargs)
-
-    return cached_call(func, decide, handler, "where")
+    return handler
 
 
 implements_each("where", _where)
