@@ -25,7 +25,7 @@ from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import is_strict
 from shardtensor.tensor.move import along, reduce_local
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap
+from shardtensor.tensor.sharded_tensor import WRAPPER_CLASSES, ShardedTensor, local_of, wrap
 
 MOST = 4096
 """Forms cached for one group; when there are more, the cache is cleared."""
@@ -33,9 +33,6 @@ MOST = 4096
 _VALUES = frozenset((int, float, bool, str, NoneType, EllipsisType, torch.dtype, torch.Size, torch.memory_format))
 _ENDS = frozenset((int, NoneType))
 _INT = frozenset((int,))
-SHARDED: set[type] = {ShardedTensor}
-"""Classes of tensors that are handled like ShardedTensors."""
-
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _UNKNOWN = object()
 
@@ -277,7 +274,7 @@ def _read(x: Any, form: list[Any], group: Group | None) -> tuple[Any, Group | No
     Appends the argument's part of the cache key to `form`.
     """
     kind = type(x)
-    if kind in SHARDED:
+    if kind in WRAPPER_CLASSES:
         if group is not None and x._group is not group:
             return _UNKNOWN, group
         form.append(id(x._layout))

@@ -6,13 +6,13 @@ to it raise, because the dense program would write into the source.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from shardtensor.layout.layout import Layout, MeshLayout
+from shardtensor.layout.layout import Layout, MeshLayout, replicated
 from shardtensor.ops.engine import on_grid
 from shardtensor.ops.local_call import LocalCall, cached_call, wrapped
 from shardtensor.rules.rule import one_dim
@@ -66,29 +66,27 @@ def order_of(func: Any, ndim: int, arguments: tuple[Any, ...]) -> tuple[int, ...
 def _permuting(func: Any) -> Callable[..., Any]:
     names = ("dim0", "dim1", "axis0", "axis1", "source", "destination", "dims")
 
+    def order(x: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        values = [*args, *(kwargs[name] for name in names if name in kwargs)]
+        return order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in values))
+
     def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(input, ShardedTensor):
             return fall_back(func, (input, *args), kwargs)
         x = to_view(input)
-        values = [*args, *(kwargs[name] for name in names if name in kwargs)]
-        order = order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in values))
-        if not isinstance(x._layout, MeshLayout):
-            result = copied(func, (input, *args), kwargs)
-            inverse = sorted(range(x.dim()), key=order.__getitem__)
-            again = (
-                lambda: func(input, *args, **kwargs),
-                lambda changed: input.copy_(changed.permute(inverse)),
-            )
-            result._copied = result._copied._replace(again=again)
-            return result
-        return view(x, func(x._local, *args, **kwargs), permuted(x._layout, order))
+        if isinstance(x._layout, MeshLayout):
+            return view(x, func(x._local, *args, **kwargs), permuted(x._layout, order(x, args, kwargs)))
+        there, result = order(x, args, kwargs), copied(func, (input, *args), kwargs)
+        back = sorted(range(x.dim()), key=there.__getitem__)
+        again = (lambda: func(input, *args, **kwargs), lambda changed: input.copy_(changed.permute(back)))
+        result._copied = result._copied._replace(again=again)
+        return result
 
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
         x = args[0] if args else None
         if kwargs or not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, MeshLayout):
             return None
-        order = order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in args[1:]))
-        return local_view(func, x, permuted(x._layout, order))
+        return local_view(func, x, permuted(x._layout, order(x, args[1:], {})))
 
     return cached_call(func, decide, handler)
 
@@ -99,18 +97,20 @@ implements_each("transpose swapaxes swapdims movedim moveaxis permute t adjoint 
 # -- other shapes, the same elements -----------------------------------------------------------------------------------
 
 
-def to_shape(func: Any, x: ShardedTensor, shape: tuple[int, ...], args: tuple[Any, ...]) -> torch.Tensor:
-    """Return a view of `x` of another global shape with as many elements; run `func` with `args` if it must gather."""
-    x = to_view(x)
-    if tuple(x.shape) == shape:
-        return view(x, x._local.view_as(x._local), x._layout)
-    if isinstance(x._layout, MeshLayout):
-        if 0 in x._layout.shape and len(x._layout.ranks) == x._group.size:
-            return x._local.reshape(shape)  # no rank holds an element
-        layout = reshaped(x._layout, shape)
-        if layout is not None:
-            return view(x, x._local.reshape(layout.local_shape(x._group.rank)), layout)
-    return copied(func, args, {})
+def _to_shape(x: ShardedTensor, shape: tuple[int, ...]) -> tuple[Callable[..., torch.Tensor], Layout] | None:
+    """Return a view of local tensors, and its layout, for a view of another global shape; None if it must gather."""
+    layout = x._layout
+    if layout.shape == shape:
+        return lambda local, *_: local.view_as(local), layout
+    if not isinstance(layout, MeshLayout):
+        return None
+    if 0 in shape and len(layout.ranks) == x._group.size:  # no rank holds an element
+        return lambda local, *_: local.reshape(shape), replicated(shape, layout.ranks, layout.grid)
+    found = reshaped(layout, shape)
+    if found is None:
+        return None
+    sizes = found.local_shape(x._group.rank)
+    return lambda local, *_: local.reshape(sizes), found
 
 
 @lru_cache(maxsize=4096)
@@ -134,23 +134,19 @@ def _reshaping(func: Any) -> Callable[..., Any]:
             shape = tuple(func(torch.empty(input.shape, device="meta"), *args, **kwargs).shape)
         else:
             shape = _target(func, tuple(input.shape), values)
-        return to_shape(torch.reshape, input, shape, (input, shape))
+        x = to_view(input)
+        found = _to_shape(x, shape)
+        return copied(torch.reshape, (input, shape), {}) if found is None else view(x, found[0](x._local), found[1])
 
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
         x = args[0] if args else None
         values = tuple(tuple(v) if isinstance(v, list | tuple) else v for v in args[1:])
-        if kwargs or not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, MeshLayout):
+        if kwargs or not isinstance(x, ShardedTensor) or x._layout.partial:
             return None
-        if any(isinstance(v, torch.Tensor | torch.dtype) for v in values) or 0 in x._layout.shape:
+        if any(isinstance(v, torch.Tensor | torch.dtype) for v in values):
             return None
-        shape = _target(func, tuple(x.shape), values)
-        if shape == x._layout.shape:
-            return local_view(lambda local, *_: local.view_as(local), x, x._layout)
-        layout = reshaped(x._layout, shape)
-        if layout is None:
-            return None
-        sizes = layout.local_shape(x._group.rank)
-        return local_view(lambda local, *_: local.reshape(sizes), x, layout)
+        found = _to_shape(x, _target(func, tuple(x.shape), values))
+        return None if found is None else local_view(found[0], x, found[1])
 
     return cached_call(func, decide, handler)
 

@@ -104,6 +104,7 @@ def cuda(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     return wrap(found._local, found._layout, found._spec, found._group) if found is tensor else found
 
 
+implements(torch.Tensor.type_as)(to)
 for name, handler in (("to", to), ("cpu", _short_form(torch.Tensor.cpu)), ("cuda", cuda)):
     implements(getattr(torch.Tensor, name))(handler)
     setattr(ShardedTensor, name, handler)  # torch's own methods take no process_group=
@@ -118,12 +119,6 @@ def type_(tensor: ShardedTensor, dtype: Any = None, non_blocking: bool = False, 
     if dtype is None:
         return tensor._local.type()
     return converted(tensor, lambda local: local.type(dtype, non_blocking=non_blocking), tensor._group)
-
-
-@implements(torch.Tensor.type_as)
-def type_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Run ``Tensor.type_as``: convert to the dtype and device of `other`."""
-    return to(tensor, dtype=other.dtype, device=other.device)
 
 
 def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor:
