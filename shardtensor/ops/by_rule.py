@@ -38,9 +38,9 @@ COMBINERS: dict[str, tuple[Callable[..., Any], bool]] = {}
 def combines(name: str, *, blocks: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the function that a row names as ``@name``: it computes the local result if that letter is sharded.
 
-    It gets a `Cut` and the local tensors of the operands that are present, in order. It returns the local result, or
-    results, in the layout of the row's output; NotImplemented makes the letter whole, as ``!`` would. All ranks call it
-    or none, so its decisions must be equal on all ranks, and follow from the `Cut` and the dtypes.
+    It gets a `LetterCut` and the local tensors of the operands that are present, in order. It returns the local result,
+    or results, in the layout of the row's output; NotImplemented makes the letter whole, as ``!`` would. All ranks call
+    it or none, so its decisions must be equal on all ranks, and follow from the `LetterCut` and the dtypes.
 
     Args:
         blocks: it accepts a dim sharded in blocks, where a rank holds several ranges; else that is made whole.
@@ -54,7 +54,7 @@ def combines(name: str, *, blocks: bool = False) -> Callable[[Callable[..., Any]
 
 
 @attrs.frozen
-class Cut:
+class LetterCut:
     """The calls of one form in which a letter with an ``@name`` function is sharded.
 
     Attributes:
@@ -194,7 +194,7 @@ def _then_added(
     return sum_and_add, attrs.evolve(sharding, needs=tuple(needs), output=sharding.reduced)
 
 
-def _combining(combiner: Callable[..., Any], cut: Cut, places: Sequence[Place]) -> Callable[..., Any]:
+def _combining(combiner: Callable[..., Any], cut: LetterCut, places: Sequence[Place]) -> Callable[..., Any]:
     """Return the function of the arguments of a call that gives a combiner its operands."""
     if list(places) == [0]:
         return lambda local, *_, **__: combiner(cut, local)
@@ -216,8 +216,8 @@ def _of_all_elements(call: BoundCall, pattern: Pattern) -> LocalCall | None:
     ((_, how),) = pattern.combine
     flat = replicated((x.numel(),), layout.ranks, layout.grid)
     subgroup = along(group, layout, layout.sharding_axes)
-    cut = Cut(call.func, call.name, tuple(call.present_names), call.func, (flat,), (0,), subgroup, group, call.options,
-              flat)  # fmt: skip
+    names, options = tuple(call.present_names), call.options
+    cut = LetterCut(call.func, call.name, names, call.func, (flat,), (0,), subgroup, group, options, flat)
     combiner = COMBINERS[how[1:] if how.startswith("@") else "total"][0]
     shape = (1,) * x.dim() if cut.keepdim else ()
     places, moves = call.places, ((call.places[0], x._layout, layout),) if x._layout.partial else ()
@@ -280,7 +280,7 @@ def _is_blocked(sharding: OpSharding, operand: int, dim: int) -> bool:
     return cut is not None and isinstance(cut.pieces, Blocked)
 
 
-def _cut(call: BoundCall, rule: Rule, sharding: OpSharding, group: Group, letter: str) -> Cut:
+def _cut(call: BoundCall, rule: Rule, sharding: OpSharding, group: Group, letter: str) -> LetterCut:
     layouts = tuple(need.layout for need in sharding.needs)
     places = _dims_of(rule, letter)
     first = places[0][0]
@@ -290,8 +290,8 @@ def _cut(call: BoundCall, rule: Rule, sharding: OpSharding, group: Group, letter
     )
     subgroup = along(group, layouts[first], axes)
     compute = attrs.evolve(call, operands=()).compute  # so that the cache keeps no tensor alive
-    names = tuple(call.present_names)
-    return Cut(call.func, call.name, names, compute, layouts, dims, subgroup, group, call.options, sharding.reduced)
+    names, options = tuple(call.present_names), call.options
+    return LetterCut(call.func, call.name, names, compute, layouts, dims, subgroup, group, options, sharding.reduced)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from shardtensor.comm import collectives
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import MeshLayout
-from shardtensor.ops.by_rule import Cut, by_rule, combines, local_call_by_rule
+from shardtensor.ops.by_rule import LetterCut, by_rule, combines, local_call_by_rule
 from shardtensor.ops.indices import check_ids
 from shardtensor.ops.local_call import LocalCall, cached_call
 from shardtensor.tensor.dispatch import implements
@@ -96,7 +96,7 @@ _by_rule = by_rule(look_up, "embedding")
 
 
 @combines("own_rows")
-def own_rows(cut: Cut, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def own_rows(cut: LetterCut, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Look up this rank's rows and sum over the ranks: an id that a rank does not hold gives zeros there."""
     start = cut.layouts[1].start(cut.group.rank, 0)
     return collectives.all_reduce(looked_up(ids, table, start, cut.options["padding_idx"]), cut.subgroup)

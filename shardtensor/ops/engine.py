@@ -34,7 +34,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, 
 
 def refuse(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> NoReturn:
     """Raise the RuleError of a call that would redistribute operands. Sends nothing; the same on every rank."""
-    names = names_of(name, len(operands))
+    names = operand_names(name, len(operands))
     layouts = layouts_of(operands)
     facts: dict[str, object] = {"rule": str(rule)}
     columns = [_columns(x) for x in operands]
@@ -53,7 +53,7 @@ def refuse(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> NoReturn:
     raise RuleError(f"{name}: {fault_in(rule, layouts, names)}", facts, fixes)
 
 
-def names_of(name: str, count: int) -> list[str]:
+def operand_names(name: str, count: int) -> list[str]:
     """Return the operands' names in messages: those of the operation's row."""
     row = ROWS.get(name.rpartition(".")[2].strip("_"))
     operands = row.call.operands if row is not None else ()

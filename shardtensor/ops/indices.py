@@ -18,7 +18,7 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import MeshLayout
-from shardtensor.ops.by_rule import Cut, by_rule, combines
+from shardtensor.ops.by_rule import LetterCut, by_rule, combines
 from shardtensor.ops.engine import chosen_sharding, in_graph, write_out
 from shardtensor.ops.local_call import run_as
 from shardtensor.rules.indexing import first_of, reading, writing
@@ -110,7 +110,7 @@ def _out_of_bounds(dim: int, size: int) -> Callable[[int], Exception]:
 
 
 @combines("read", blocks=True)
-def read(cut: Cut, local: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def read_own(cut: LetterCut, local: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """Read as ``gather`` and ``index_select`` along the sharded dim: zeros for what other ranks hold, then the sum."""
     (source, index), d = cut.layouts, cut.dims[0]
     is_gather = cut.name == "gather"
@@ -132,7 +132,7 @@ def _nothing(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 @combines("write", blocks=True)
-def write(cut: Cut, local: torch.Tensor, at: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+def write_own(cut: LetterCut, local: torch.Tensor, at: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
     """Write along the sharded dim the elements that this rank holds."""
     d = cut.dims[0]
     count = local.shape[d]
@@ -247,7 +247,7 @@ def index_of(x: torch.Tensor, indices: Indices) -> torch.Tensor:
         return fall_back(torch.Tensor.__getitem__, (x, whole), {})
     sharding, group = chosen
 
-    def read_own(local: torch.Tensor, *ats: torch.Tensor) -> torch.Tensor:
+    def read_part(local: torch.Tensor, *ats: torch.Tensor) -> torch.Tensor:
         where = iter(ats)
         places: list[Any] = [slice(None) if index is None else next(where) for index in indices]
         cut, is_own = _local_places(places, sharding.needs[0].layout, group.rank, local.device)
@@ -260,7 +260,7 @@ def index_of(x: torch.Tensor, indices: Indices) -> torch.Tensor:
             found.masked_fill(~is_own.expand(broad).reshape((*broad, *(1,) * (len(rest) - first))), 0) if cut else found
         )
 
-    return run_as(sharding, group, operands, read_own)
+    return run_as(sharding, group, operands, read_part)
 
 
 @implements(torch.index_put, torch.Tensor.index_put)
@@ -291,7 +291,7 @@ def index_put(input: torch.Tensor, indices: Indices, values: torch.Tensor, accum
         return fall_back(torch.index_put, (input, tuple(given), values, accumulate), {})
     sharding, group = chosen
 
-    def write_own(local: torch.Tensor, *ats: torch.Tensor) -> torch.Tensor:
+    def write_part(local: torch.Tensor, *ats: torch.Tensor) -> torch.Tensor:
         *ats, local_values = ats  # type: ignore[assignment]
         where = iter(ats)
         places = [None if index is None else next(where) for index in indices]
@@ -306,7 +306,7 @@ def index_put(input: torch.Tensor, indices: Indices, values: torch.Tensor, accum
         places[d] = torch.where(is_own, here, count)
         return torch.ops.aten.index_put(_with_spare(local, d), places, local_values, accumulate).narrow(d, 0, count)
 
-    return run_as(sharding, group, operands, write_own)
+    return run_as(sharding, group, operands, write_part)
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------

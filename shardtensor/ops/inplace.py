@@ -37,9 +37,8 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
         return input.copy_(src.full_tensor(), non_blocking)
     if is_torch_sharded(src):
         src = from_torch_sharded_tensor(src)
-    if written_through(input, lambda row: row.copy_(src, non_blocking)):
+    if written_through(input, "copy_", lambda row: row.copy_(src, non_blocking)):
         return input
-    refuse_lost_write(input, "copy_")
     refuse_expanded(input)
     layout, group = input._layout, input._group
     if torch.broadcast_shapes(input.shape, src.shape) != input.shape:
@@ -66,9 +65,8 @@ def fill_(input: torch.Tensor, value: Any) -> Any:
     """Set every element to one value; of a partial sum, the first rank holds the value and the others 0."""
     if not isinstance(input, ShardedTensor):
         return fall_back(torch.Tensor.fill_, (input, value), {})
-    if written_through(input, lambda row: row.fill_(value)):
+    if written_through(input, "fill_", lambda row: row.fill_(value)):
         return input
-    refuse_lost_write(input, "fill_")
     value = value.full_tensor() if isinstance(value, ShardedTensor) else value
     if isinstance(value, torch.Tensor) and value.requires_grad:
         return copy_(input, value.to(input.dtype))
@@ -89,10 +87,9 @@ def _writes(method: Callable[..., Any]) -> Callable[..., Any]:
     def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if any(x is input for x in (*args, *kwargs.values())):  # undefined in torch: an input aliases the output
             return fall_back(method, (input, *args), kwargs)
-        if written_through(input, lambda row: method(row, *args, **kwargs)):
+        if written_through(input, name_of(method), lambda row: method(row, *args, **kwargs)):
             return input
         if isinstance(input, ShardedTensor):
-            refuse_lost_write(input, name_of(method))
             refuse_partial_write(input, name_of(method))
             refuse_leaf(input)
         tensors = [x for x in (input, *args, *kwargs.values()) if isinstance(x, torch.Tensor)]

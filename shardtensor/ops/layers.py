@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import MeshLayout
-from shardtensor.ops.by_rule import Cut, by_rule, combines, local_call_by_rule
+from shardtensor.ops.by_rule import LetterCut, by_rule, combines, local_call_by_rule
 from shardtensor.ops.engine import HALF, computed_alike, group_of
 from shardtensor.ops.local_call import LocalCall, cached_call, wrapped
 from shardtensor.rules.propagate import with_dims
@@ -102,7 +102,7 @@ implements(attend)(cached_call(attend, _locally, scaled_dot_product_attention, "
 
 
 @combines("moments", blocks=True)
-def moments(cut: Cut, x: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
+def moments(cut: LetterCut, x: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
     """Compute layer_norm: the mean, then the mean square of the differences, of all elements; each one all-reduce."""
     wide = _wide(x)
     away = wide - _mean(wide, cut)
@@ -110,7 +110,7 @@ def moments(cut: Cut, x: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
 
 
 @combines("mean_square", blocks=True)
-def mean_square(cut: Cut, x: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
+def mean_square(cut: LetterCut, x: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
     """Compute rms_norm: one all-reduce."""
     wide, eps = _wide(x), cut.options.get("eps")
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
@@ -121,13 +121,13 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in HALF else x
 
 
-def _mean(x: torch.Tensor, cut: Cut) -> torch.Tensor:
+def _mean(x: torch.Tensor, cut: LetterCut) -> torch.Tensor:
     """Return the mean over the reduced dims of all ranks; backward sums its gradient over the ranks."""
     total = collectives.all_reduce(x.sum(cut.dims, keepdim=True), cut.subgroup)
     return collectives.sum_gradient(total / cut.count, cut.subgroup)
 
 
-def _scaled(out: torch.Tensor, cut: Cut, affine: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _scaled(out: torch.Tensor, cut: LetterCut, affine: tuple[torch.Tensor, ...]) -> torch.Tensor:
     given = dict(zip(cut.names[1:], affine, strict=True))
     out = out * given["weight"] if "weight" in given else out
     return out + given["bias"] if "bias" in given else out

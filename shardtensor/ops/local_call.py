@@ -4,7 +4,7 @@ The form of a call, its cache key, is the function, its row in the table, the la
 identity: they are interned), the shapes of its plain ones, and its other arguments. By its rule the call is the same
 function of the local tensors, wrapped; operands are redistributed before it and partial sums all-reduced after it
 where needed. The group holds the cache, so the cache is freed with the group.
-Calls that the cache does not take are decided in the same way, each for itself (`run`).
+Calls that the cache does not take are decided in the same way, each for itself (`run_by_rule`).
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def local_by(
     return LocalCall(call, None if sharding.reduced.is_replicated else sharding.reduced, tuple(sums), tuple(moves))
 
 
-def run(name: str, rule: Rule, operands: Sequence[torch.Tensor], compute: Callable[..., Any]) -> Any:
+def run_by_rule(name: str, rule: Rule, operands: Sequence[torch.Tensor], compute: Callable[..., Any]) -> Any:
     """Compute on the local operands and return the global result; None when the rule does not apply.
 
     All ranks of the operands' group call it.
@@ -224,7 +224,7 @@ def run(name: str, rule: Rule, operands: Sequence[torch.Tensor], compute: Callab
 
 
 def run_as(sharding: OpSharding, group: Group, operands: Sequence[torch.Tensor], compute: Callable[..., Any]) -> Any:
-    """Do the same as `run`, in these layouts."""
+    """Do the same as `run_by_rule`, in these layouts."""
     places = range(len(operands))
     found = local_by(on_empty(compute, None, sharding, group, places), sharding, group, operands, places)
     return found.on(list(map(local_of, operands)), {}, group)

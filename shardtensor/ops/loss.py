@@ -16,7 +16,7 @@ from torch.nn._reduction import legacy_get_string
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
-from shardtensor.ops.by_rule import Cut, by_rule, combines
+from shardtensor.ops.by_rule import LetterCut, by_rule, combines
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import check_ids, places
 from shardtensor.ops.pointwise import spread
@@ -44,7 +44,7 @@ def _shifted(local: torch.Tensor, dim: int, subgroup: Group) -> torch.Tensor:
 
 
 @combines("exponentials")
-def exponentials(cut: Cut, local: torch.Tensor) -> torch.Tensor:
+def exponentials(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Compute softmax, log_softmax or softmin over a sharded dim."""
     (d,) = cut.dims
     dtype = cut.options.get("dtype")
@@ -65,7 +65,7 @@ def exponentials(cut: Cut, local: torch.Tensor) -> torch.Tensor:
 
 
 @implements(F.cross_entropy)
-def cross_entropy(
+def _cross_entropy(
     input: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -156,7 +156,7 @@ _LOSSES = {"cross_entropy": _losses(F.cross_entropy), "nll_loss": _losses(F.nll_
 
 @combines("classes", blocks=True)
 def classes(
-    cut: Cut, local: torch.Tensor, labels: torch.Tensor, *rest: torch.Tensor
+    cut: LetterCut, local: torch.Tensor, labels: torch.Tensor, *rest: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the losses over sharded classes, and the weight of each in a mean; both are replicated."""
     (dim,), (layout, *_), subgroup = cut.dims, cut.layouts, cut.subgroup

@@ -16,7 +16,7 @@ from shardtensor.comm import collectives
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import local_call_by_rule
 from shardtensor.ops.engine import arranged, group_of, move_to, refuse_to_move, write_out
-from shardtensor.ops.local_call import cached_call, run
+from shardtensor.ops.local_call import cached_call, run_by_rule
 from shardtensor.rules.propagate import follow
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
@@ -93,7 +93,7 @@ def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if kwargs.get("out") is not None:
         return write_out(lambda f, a, k: spread(f, a, k, name), func, args, kwargs)
     if kwargs.get("inplace"):
-        return write(func, args, kwargs)
+        return write_elementwise(func, args, kwargs)
     places: list[Any] = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
     names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     operands = [args[i] for i in places] + [kwargs[name] for name in names]
@@ -121,7 +121,7 @@ def broadcast(name: str, operands: list[torch.Tensor], compute: Callable[..., An
         isinstance(x, ShardedTensor) and isinstance(x._layout, MeshLayout) and not x._layout.is_replicated
         for x in operands
     ):
-        return run(name, rule, operands, compute)
+        return run_by_rule(name, rule, operands, compute)
     base = next((x for x in listed if len(x.shape) == len(rule.output) and _fills(x, operands)), None)
     if base is None or not base.shape:
         return None
@@ -158,19 +158,18 @@ def in_place(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return the handler of an elementwise function that writes into its first operand."""
 
     def handler(*args: Any, **kwargs: Any) -> Any:
-        return write(func, args, kwargs)
+        return write_elementwise(func, args, kwargs)
 
     return handler
 
 
-def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def write_elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func`, elementwise, in place on its first operand."""
     x = args[0]
     if not isinstance(x, ShardedTensor):
         return fall_back(func, args, kwargs)
-    if written_through(x, lambda row: func(row, *args[1:], **kwargs)):
+    if written_through(x, name_of(func), lambda row: func(row, *args[1:], **kwargs)):
         return x
-    refuse_lost_write(x, name_of(func))
     refuse_partial_write(x, name_of(func))
     refuse_expanded(x)
     _write(func, x, args, kwargs)
@@ -238,15 +237,19 @@ def _aligned(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
     return collectives.sum_gradient(local, along(group, target, axes)) if axes and local.requires_grad else local
 
 
-def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> bool:
-    """Write into the source of `input`; return False if `input` is no copy of indexed or transposed values.
+def written_through(input: torch.Tensor, name: str, change: Callable[[torch.Tensor], Any]) -> bool:
+    """Write into the source of `input`, a copy of indexed or transposed values; return False if it is no copy. Raise
+    RuleError for other copies, at operation `name`.
 
     ``x[0] += 1`` and ``weight[padding_idx].fill_(0)`` on rows that other ranks hold, ``x.T.div_(2)`` of a flat layout:
     this reads the values again, changes them and writes them back. All ranks of the group call it.
     """
     copied = input._copied if isinstance(input, ShardedTensor) else None
-    if copied is None or copied.again is None:
+    if copied is None:
         return False
+    if copied.again is None:
+        refuse_lost_write(input, name)
+    assert copied.again is not None
     read, write = copied.again
     changed = read().clone()
     change(changed)

@@ -14,7 +14,7 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
-from shardtensor.ops.by_rule import Cut, by_rule, combines
+from shardtensor.ops.by_rule import LetterCut, by_rule, combines
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import places
 from shardtensor.ops.pointwise import spread
@@ -25,7 +25,7 @@ from shardtensor.tensor.fallback import fall_back
 
 
 @combines("total", blocks=True)
-def total(cut: Cut, local: torch.Tensor) -> torch.Tensor:
+def total(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Compute ``sum`` and ``nansum``: one all-reduce of the result."""
     dtype = cut.options.get("dtype")
     out_dtype = dtype or local.dtype
@@ -36,7 +36,7 @@ def total(cut: Cut, local: torch.Tensor) -> torch.Tensor:
 
 
 @combines("mean", blocks=True)
-def mean(cut: Cut, local: torch.Tensor) -> torch.Tensor:
+def mean(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Return the mean of all elements, not of the ranks' means: one all-reduce of the result."""
     dtype = cut.options.get("dtype")
     out_dtype = dtype or local.dtype
@@ -47,7 +47,7 @@ def mean(cut: Cut, local: torch.Tensor) -> torch.Tensor:
 
 
 @combines("product", blocks=True)
-def product(cut: Cut, local: torch.Tensor) -> torch.Tensor:
+def product(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Gather the ranks' products and multiply them, so that gradients at zeros are right."""
     dtype = cut.options.get("dtype")
     one = len(cut.dims) == 1
@@ -56,7 +56,7 @@ def product(cut: Cut, local: torch.Tensor) -> torch.Tensor:
 
 
 @combines("truth", blocks=True)
-def truth(cut: Cut, local: torch.Tensor) -> torch.Tensor:
+def truth(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Compute ``any`` and ``all``: the sum and the product of bools, the maximum and the minimum of bytes."""
     found = cut.func(local, cut.dims, cut.keepdim)
     of_bools, of_bytes = ("sum", "max") if cut.name == "any" else ("prod", "min")
@@ -64,7 +64,7 @@ def truth(cut: Cut, local: torch.Tensor) -> torch.Tensor:
 
 
 @combines("exponents", blocks=True)
-def exponents(cut: Cut, local: torch.Tensor) -> torch.Tensor:
+def exponents(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Compute ``logsumexp``: the ranks reduce the maximum and the sum, as in softmax."""
     if local.is_complex():
         return NotImplemented
@@ -77,7 +77,7 @@ def exponents(cut: Cut, local: torch.Tensor) -> torch.Tensor:
     return _shaped(found, cut).to(dtype)
 
 
-def _shaped(found: torch.Tensor, cut: Cut) -> torch.Tensor:
+def _shaped(found: torch.Tensor, cut: LetterCut) -> torch.Tensor:
     """Drop the reduced dims of a result, unless the call keeps them."""
     return found if cut.keepdim else found.squeeze(cut.dims)
 
@@ -86,7 +86,7 @@ def _shaped(found: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 
 @combines("two_passes", blocks=True)
-def two_passes(cut: Cut, local: torch.Tensor) -> Any:
+def two_passes(cut: LetterCut, local: torch.Tensor) -> Any:
     """Compute variance or standard deviation, perhaps with the mean: two all-reduces of the result."""
     if not (local.is_floating_point() or local.is_complex()):
         return cut.compute(local)  # torch's error
@@ -127,7 +127,7 @@ class Extreme(torch.autograd.Function):
 
 
 @combines("extreme", blocks=True)
-def extreme(cut: Cut, local: torch.Tensor) -> torch.Tensor:
+def extreme(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Compute ``amax`` and ``amin``, and ``max`` and ``min`` of all elements."""
     if not cut.count:
         torch.amax(torch.empty(cut.layouts[0].shape, device="meta"), cut.dims)  # torch's error
@@ -136,7 +136,7 @@ def extreme(cut: Cut, local: torch.Tensor) -> torch.Tensor:
 
 
 @combines("first_of_all", blocks=True)
-def first_of_all(cut: Cut, local: torch.Tensor) -> Any:
+def first_of_all(cut: LetterCut, local: torch.Tensor) -> Any:
     """Compute ``max`` and ``min`` along a dim with the first global index, and the ``arg`` forms."""
     largest, returns_index = cut.name.endswith("max"), cut.name.startswith("arg")
     if cut.options.get("dim") is None:
@@ -176,7 +176,7 @@ def _first_best(values: torch.Tensor, indices: torch.Tensor, largest: bool) -> t
 
 
 @combines("norms", blocks=True)
-def norms(cut: Cut, local: torch.Tensor) -> torch.Tensor:
+def norms(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Compute vector norms: the norm of the ranks' norms, which keeps torch's gradient at 0."""
     ord = cut.options.get("ord", cut.options.get("p", 2))
     ord = 2 if ord is None or ord == "fro" else ord

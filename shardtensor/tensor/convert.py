@@ -231,7 +231,7 @@ def shallow_copy(tensor: ShardedTensor) -> ShardedTensor:
     return copied
 
 
-def deep_copy(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
+def deepcopy_tensor(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
     """Return an independent copy on the same ranks: own bytes, own attributes; ties within one deepcopy stay ties.
     As in torch, the gradient of a plain tensor is copied, not that of a parameter; hooks are not copied."""
     if id(tensor) in memo:
@@ -268,7 +268,7 @@ def copy_of_leaf(local: torch.Tensor, memo: dict[int, Any], *, with_grad: bool =
 
 
 ShardedTensor.__copy__ = shallow_copy  # type: ignore[attr-defined]
-ShardedTensor.__deepcopy__ = deep_copy  # type: ignore[method-assign,assignment]
+ShardedTensor.__deepcopy__ = deepcopy_tensor  # type: ignore[method-assign,assignment]
 
 
 PICKLED_AS_TEXT = (Spec, Replicate, ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec)
