@@ -211,9 +211,6 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         num_classes = int(tensor.max()) + 1
     if num_classes < 1 or tensor.dtype != torch.int64:
         return fall_back(F.one_hot, (tensor, num_classes), {})
-    check_ids(tensor, 0, num_classes, _no_class)
+    faults = ("smaller than num_classes", "non-negative")
+    check_ids(tensor, 0, num_classes, lambda value: RuntimeError(f"Class values must be {faults[value < 0]}."))
     return _one_hot_by_rule(tensor, num_classes)
-
-
-def _no_class(value: int) -> Exception:
-    return RuntimeError(f"Class values must be {'non-negative' if value < 0 else 'smaller than num_classes'}.")

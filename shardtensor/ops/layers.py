@@ -96,8 +96,6 @@ def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
 implements(attend)(cached_call(attend, _locally, scaled_dot_product_attention, "scaled_dot_product_attention"))
 
 
-# -- normalization -----------------------------------------------------------------------------------------------------
-
 # -- over the last dims ------------------------------------------------------------------------------------------------
 
 

@@ -118,15 +118,12 @@ def _indexed(
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     if not (target.is_floating_point() or target.is_complex()) and x.dim():
-        check_ids(target, 0, x.shape[min(x.dim() - 1, 1)], _out_of_bounds, ignore_index)
+        count = x.shape[min(x.dim() - 1, 1)]
+        check_ids(target, 0, count, lambda found: IndexError(f"Target {found} is out of bounds."), ignore_index)
     options = {"ignore_index": ignore_index, "label_smoothing": smoothing, "with_weights": reduction == "mean"}
     found = _LOSSES[name](x, target, weight, **options)
     losses, shares = found if isinstance(found, tuple) else (found, found)
     return _reduced(losses, shares, reduction)
-
-
-def _out_of_bounds(target: int) -> Exception:
-    return IndexError(f"Target {target} is out of bounds.")
 
 
 def _losses(func: Any) -> Any:

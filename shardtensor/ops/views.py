@@ -182,14 +182,10 @@ def expand_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return input.expand(other.shape)
 
 
-def _keeps_layout(func: Any) -> Callable[..., Any]:
-    def handler(input: ShardedTensor, **kwargs: Any) -> ShardedTensor:
-        return wrap(func(input._local, **kwargs), input._layout, input._spec, input._group)
-
-    return handler
-
-
-implements_each("clone", _keeps_layout)
+@implements(torch.clone, torch.Tensor.clone)
+def clone(input: ShardedTensor, **kwargs: Any) -> ShardedTensor:
+    """Copy each local tensor; the copy has the same layout."""
+    return wrap(input._local.clone(**kwargs), input._layout, input._spec, input._group)
 
 
 @implements(torch.detach, torch.Tensor.detach)
