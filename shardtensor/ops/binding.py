@@ -9,47 +9,11 @@ import attrs
 import torch
 
 from shardtensor.layout.layout import Shape
+from shardtensor.ops.local_call import Place, with_operands
 from shardtensor.rules.call import ALIASES, Signature
 from shardtensor.rules.pattern import Pattern, Side
 from shardtensor.rules.rule import several_dims
 from shardtensor.rules.table import Row
-
-Place = int | str | tuple[int | str, int]
-"""Where an operand is among the arguments of a call: a position, a name, or an element of a list at one of these."""
-
-
-def slot(args: list[Any], kwargs: dict[str, Any], place: Place) -> tuple[Any, int | str]:
-    """Return the container that has a place, and the key there; a tuple of operands becomes a list first."""
-    if isinstance(place, tuple):
-        outer, key = slot(args, kwargs, place[0])
-        if not isinstance(outer[key], list):
-            outer[key] = list(outer[key])
-        return outer[key], place[1]
-    return (args if isinstance(place, int) else kwargs), place
-
-
-def operands_at(places: Sequence[Place], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return what a call has at these places."""
-    found = []
-    for place in places:
-        outer = place[0] if isinstance(place, tuple) else place
-        value = args[outer] if isinstance(outer, int) else kwargs[outer]
-        found.append(value[place[1]] if isinstance(place, tuple) else value)
-    return found
-
-
-def with_operands(
-    places: Sequence[Place], operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call with other operands at these places."""
-    args, kwargs = list(args), dict(kwargs)
-    for outer in {place[0] for place in places if isinstance(place, tuple)}:
-        values, key = slot(args, kwargs, outer)
-        values[key] = list(values[key])  # the caller's own list stays as it is
-    for place, x in zip(places, operands, strict=True):
-        values, key = slot(args, kwargs, place)
-        values[key] = x
-    return args, kwargs
 
 
 @attrs.frozen

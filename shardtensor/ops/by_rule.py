@@ -19,9 +19,18 @@ from torch.utils._pytree import tree_map
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import MeshLayout, Shape, replicated
 from shardtensor.layout.pieces import Blocked
-from shardtensor.ops.binding import BoundCall, Place, operands_at, row_keyword, with_operands
+from shardtensor.ops.binding import BoundCall, row_keyword
 from shardtensor.ops.engine import chosen_sharding, group_of, write_out
-from shardtensor.ops.local_call import LocalCall, cached_call, local_by, on_empty, reducing
+from shardtensor.ops.local_call import (
+    LocalCall,
+    Place,
+    cached_call,
+    local_by,
+    on_empty,
+    operands_at,
+    reducing,
+    with_operands,
+)
 from shardtensor.rules.pattern import Pattern
 from shardtensor.rules.propagate import OpSharding, with_dims
 from shardtensor.rules.rule import Rule

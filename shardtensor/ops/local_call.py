@@ -18,13 +18,12 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import Layout, MeshLayout
-from shardtensor.ops.binding import Place, operands_at, slot, with_operands
 from shardtensor.ops.engine import arranged, chosen_sharding, computed_alike, move_to
 from shardtensor.rules.propagate import OpSharding
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import is_strict
-from shardtensor.tensor.move import along, reduce_local
+from shardtensor.tensor.move import along, moved, reduce_local
 from shardtensor.tensor.sharded_tensor import WRAPPER_CLASSES, ShardedTensor, local_of, wrap
 
 MOST = 4096
@@ -35,6 +34,44 @@ _ENDS = frozenset((int, NoneType))
 _INT = frozenset((int,))
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _UNKNOWN = object()
+
+
+Place = int | str | tuple[int | str, int]
+"""Where an operand is among the arguments of a call: a position, a name, or an element of a list at one of these."""
+
+
+def slot(args: list[Any], kwargs: dict[str, Any], place: Place) -> tuple[Any, int | str]:
+    """Return the container that has a place, and the key there; a tuple of operands becomes a list first."""
+    if isinstance(place, tuple):
+        outer, key = slot(args, kwargs, place[0])
+        if not isinstance(outer[key], list):
+            outer[key] = list(outer[key])
+        return outer[key], place[1]
+    return (args if isinstance(place, int) else kwargs), place
+
+
+def operands_at(places: Sequence[Place], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what a call has at these places."""
+    found = []
+    for place in places:
+        outer = place[0] if isinstance(place, tuple) else place
+        value = args[outer] if isinstance(outer, int) else kwargs[outer]
+        found.append(value[place[1]] if isinstance(place, tuple) else value)
+    return found
+
+
+def with_operands(
+    places: Sequence[Place], operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call with other operands at these places."""
+    args, kwargs = list(args), dict(kwargs)
+    for outer in {place[0] for place in places if isinstance(place, tuple)}:
+        values, key = slot(args, kwargs, outer)
+        values[key] = list(values[key])  # the caller's own list stays as it is
+    for place, x in zip(places, operands, strict=True):
+        values, key = slot(args, kwargs, place)
+        values[key] = x
+    return args, kwargs
 
 
 class LocalCall(NamedTuple):
@@ -61,20 +98,23 @@ class LocalCall(NamedTuple):
 
     def on(self, given: list[Any], named: dict[str, Any], group: Group) -> Any:
         """Make the call with these arguments, which have local tensors in place of sharded ones."""
-        self.arrange(given, named, group)
+        self.move(given, named, group)
+        for place, subgroup in self.sums:
+            values, key = slot(given, named, place)
+            values[key] = collectives.sum_gradient(values[key], group if subgroup is None else subgroup)
         result = self.call(*given, **named)
         if result is NotImplemented:
             return result
         return wrapped(result, self.layout if self.sized is None else self.sized(result), group)
 
-    def arrange(self, given: list[Any], named: dict[str, Any], group: Group) -> None:
+    def move(self, given: list[Any], named: dict[str, Any], group: Group) -> None:
         """Redistribute the arguments that need it, in place."""
         for place, source, target in self.moves:
             values, key = slot(given, named, place)
-            values[key] = arranged(values[key], source, target, group)
-        for place, subgroup in self.sums:
-            values, key = slot(given, named, place)
-            values[key] = collectives.sum_gradient(values[key], group if subgroup is None else subgroup)
+            if source is None or target is None:
+                values[key] = arranged(values[key], source, target, group)
+            else:
+                values[key] = moved(values[key], source, target, group)
 
 
 def wrapped(result: Any, layout: Layout | None, group: Group) -> Any:
@@ -160,8 +200,12 @@ def cached_call(func: Any, decide: Decide, handler: Callable[..., Any], name: st
             is_strict() or len({x.dtype for x in (*given, *named.values()) if isinstance(x, torch.Tensor)}) > 1
         ):
             return handler(*args, **kwargs)
-        if moves or sums:
-            found[0].arrange(given, named, group)
+        if moves:
+            found[0].move(given, named, group)
+        for place, subgroup in sums:
+            values: Any
+            values, at = (given, place) if isinstance(place, int) else slot(given, named, place)
+            values[at] = collectives.sum_gradient(values[at], group if subgroup is None else subgroup)
         result = function(*given, **named) if named else function(*given)
         if result is NotImplemented:
             cache[key] = (None, found[1])
