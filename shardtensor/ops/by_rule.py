@@ -161,10 +161,7 @@ def _local_call(call: BoundCall, rule: Rule, row: Row, *, for_every_dtype: bool)
     sides = [side for side, x in zip(call.sides, call.operands, strict=True) if x is not None]
     added = [i for i, side in enumerate(sides) if side.added and sharding.output.partial]
     compute: Callable[..., Any] = _STRAIGHT.get(call.func, call.func)
-    first = [i for i in range(len(places)) if i not in added]
-    inner = None if row.takes_empty else attrs.evolve(rule, inputs=tuple(rule.inputs[i] for i in first))
-    needs = attrs.evolve(sharding, needs=tuple(sharding.needs[i] for i in first))
-    compute = on_empty(compute, inner, needs, group, [places[i] for i in first])
+    compute = on_empty(compute, None if row.takes_empty else rule, sharding, group, places, without=added)
     if added:
         compute, sharding = _then_added(compute, call, rule, sharding, group, added)
     found = local_by(compute, sharding, group, present, places)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from types import EllipsisType, NoneType
 from typing import Any, NamedTuple
 
+import attrs
 import torch
 
 from shardtensor.comm import collectives
@@ -291,23 +292,34 @@ def reducing(call: Callable[..., Any], output: MeshLayout, group: Group) -> Call
 
 
 def on_empty(
-    call: Callable[..., Any], rule: Rule | None, sharding: OpSharding, group: Group, places: Sequence[Place]
+    call: Callable[..., Any],
+    rule: Rule | None,
+    sharding: OpSharding,
+    group: Group,
+    places: Sequence[Place],
+    *,
+    without: Sequence[int] = (),
 ) -> Callable[..., Any]:
     """Return `call`; on a rank whose part, or result, is empty, one that runs the same nodes in its operands' graph.
 
     Args:
         rule: of the call; None for one that torch computes on empty operands as on others.
+        without: the operands that it does not get.
     """
-    layouts = [need.layout for need in sharding.needs]
-    if not any(0 in layout.local_shape(group.rank) for layout in (sharding.output, *layouts)):
+    if not any(
+        0 in layout.local_shape(group.rank) for layout in (sharding.output, *(x.layout for x in sharding.needs))
+    ):
         return call
+    kept = [i for i in range(len(places)) if i not in without]
+    layouts, places = [sharding.needs[i].layout for i in kept], [places[i] for i in kept]
+    inner = None if rule is None else attrs.evolve(rule, inputs=tuple(rule.inputs[i] for i in kept))
 
     def call_on_empty(*args: Any, **kwargs: Any) -> Any:
         def compute(*operands: torch.Tensor) -> Any:
             given, named = with_operands(places, operands, args, kwargs)
             return call(*given, **named)
 
-        return computed_alike(compute, rule, layouts, operands_at(places, args, kwargs))
+        return computed_alike(compute, inner, layouts, operands_at(places, args, kwargs))
 
     return call_on_empty
 
