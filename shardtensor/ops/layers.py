@@ -13,7 +13,6 @@ and the bias is added after. Grouped convolutions have rows of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,26 +26,11 @@ from shardtensor.ops.local_call import LocalCall, cached_call, wrapped
 from shardtensor.rules.propagate import with_dims
 from shardtensor.rules.table import ROWS
 from shardtensor.rules.views import heads_fit
-from shardtensor.tensor.dispatch import implements, implements_each
+from shardtensor.tensor.dispatch import implements, implements_each, own_body
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
-# -- functions of torch that are Python all through --------------------------------------------------------------------
-
-
-OVERRIDE_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-
-
-def own_body(func: Any) -> Callable[..., Any]:
-    """Return a copy of a Python function of torch that does not look for a handler of its operands."""
-    names = {**func.__globals__, **dict.fromkeys(OVERRIDE_CHECKS, lambda *_: False)}
-    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
-
-
 implements_each((F.multi_head_attention_forward, F.normalize, F.group_norm, F.dropout), own_body)
-
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 

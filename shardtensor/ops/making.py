@@ -7,9 +7,9 @@ functions (``multinomial``, ``normal`` of a sharded mean, ``bernoulli`` of shard
 gather, with the same guarantee.
 
 Of the functions in torch.nn.init, ``uniform_``, ``normal_``, ``constant_`` and ``kaiming_uniform_`` call a tensor's
-override. The handler runs their own body on a proxy without the override, so that every rank computes torch's bound
-from the global shape. The others (``xavier_*``, ``trunc_normal_``, ``orthogonal_``, ...) run their body on the
-ShardedTensor and need the operations in it, for example `torch.eye` into a given tensor.
+override. The handler runs their own body (`own_body`), so that every rank computes torch's bound from the global shape.
+The others (``xavier_*``, ``trunc_normal_``, ``orthogonal_``, ...) run their body on the ShardedTensor and need the
+operations in it, for example `torch.eye` into a given tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch.nn import init
 
 from shardtensor.tensor.copied import refuse_lost_write
-from shardtensor.tensor.dispatch import implements, implements_each
+from shardtensor.tensor.dispatch import implements, implements_each, own_body
 from shardtensor.tensor.drawing import Sample, draw, memory_order
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced, wrap
@@ -229,27 +229,7 @@ def new_tensor(input: ShardedTensor, data: Any, **kwargs: Any) -> torch.Tensor:
 # -- torch.nn.init -----------------------------------------------------------------------------------------------------
 
 
-class _Proxy:
-    """A proxy with the attributes of a ShardedTensor, except those with a double underscore."""
-
-    def __init__(self, tensor: ShardedTensor) -> None:
-        self._tensor = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._tensor, name)
-
-
-def _own_body(function: Callable[..., Any]) -> Callable[..., ShardedTensor]:
-    def handler(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-        function(_Proxy(tensor), *args, **kwargs)
-        return tensor
-
-    return handler
-
-
-implements_each((init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_), _own_body)
+implements_each((init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_), own_body)
 
 
 @implements(torch.eye)

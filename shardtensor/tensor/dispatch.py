@@ -12,6 +12,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -49,6 +50,25 @@ def implements_each(functions: str | Iterable[Any], make: Callable[[Any], Callab
         functions = [function for name in functions.split() for function in resolve(name)]
     for function in functions:
         HANDLERS[function] = make(function)
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_UNCHECKED = dict.fromkeys(_CHECKS, _never)
+# what torch.nn.init asks is an attribute of torch
+_TORCH = SimpleNamespace(**{**vars(torch), "overrides": SimpleNamespace(**_UNCHECKED)})
+
+
+def own_body(func: Any) -> Callable[..., Any]:
+    """Return a copy of a Python function of torch that does not look for a handler of its operands."""
+    copy = FunctionType(
+        func.__code__, {**func.__globals__, **_UNCHECKED, "torch": _TORCH}, func.__name__, func.__defaults__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
 
 
 def resolve(name: str) -> list[Any]:
