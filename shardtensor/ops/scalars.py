@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from shardtensor.tensor.dispatch import implements, implements_each
+from shardtensor.tensor.dispatch import implements, implements_each, own_body
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
@@ -38,20 +38,7 @@ def tolist(input: ShardedTensor) -> Any:
     return input.full_tensor().tolist()
 
 
-@implements(torch.Tensor.__iter__)
-def iterate(input: ShardedTensor) -> Iterator[torch.Tensor]:
-    """Iterate over the first dim."""
-    if not input.dim():
-        raise TypeError("iteration over a 0-d tensor")
-    return iter(input.unbind(0))
-
-
-@implements(torch.Tensor.__contains__)
-def contains(input: ShardedTensor, element: Any) -> bool:
-    """Return whether any element equals `element`."""
-    if not isinstance(element, torch.Tensor | int | float | complex | bool):
-        return torch.empty(0).__contains__(element)  # torch's error
-    return bool((input == element).any())
+implements_each([torch.Tensor.__iter__, torch.Tensor.__contains__], own_body)
 
 
 @implements(torch.Tensor.__format__)

@@ -27,7 +27,7 @@ from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, 
 from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor import placing
-from shardtensor.tensor.dispatch import implements, implements_each
+from shardtensor.tensor.dispatch import implements, implements_each, own_body
 from shardtensor.tensor.gradient import gradient_of
 from shardtensor.tensor.placing import moved
 from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced, view_of, wrap
@@ -144,10 +144,7 @@ def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor
 ShardedTensor.set_ = set_  # type: ignore[method-assign,assignment]  # torch calls no override for it
 
 
-@implements(torch.Tensor.module_load)
-def module_load(tensor: torch.Tensor, other: torch.Tensor, assign: bool = False) -> torch.Tensor:
-    """Return the tensor that replaces `tensor` in a module that loads `other`: see torch's ``module_load``."""
-    return other.detach() if assign else tensor.copy_(other).detach()
+implements(torch.Tensor.module_load)(own_body(torch.Tensor.module_load))
 
 
 @implements(torch._has_compatible_shallow_copy_type)
