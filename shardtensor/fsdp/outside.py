@@ -21,10 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardtensor.comm.collectives import sum_gradient
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
-from shardtensor.ops.local_call import SHARDED
 from shardtensor.tensor.dispatch import HANDLERS, is_dtensor, name_of
-from shardtensor.tensor.fallback import WRAPPERS, is_in_place
-from shardtensor.tensor.sharded_tensor import ShardedTensor
+from shardtensor.tensor.fallback import is_in_place
+from shardtensor.tensor.sharded_tensor import WRAPPER_CLASSES, ShardedTensor
 
 UNCOMPILED = (
     "parameters are gathered around a fully sharded module, not in a graph: compile it by itself, `block.compile()`"
@@ -88,8 +87,7 @@ class FSDPParameter(ShardedTensor):
         return _computed(super().full_tensor(), self._unit)
 
 
-SHARDED.add(FSDPParameter)
-WRAPPERS.add(FSDPParameter)
+WRAPPER_CLASSES.add(FSDPParameter)
 
 
 def join_group(sharded: ShardedTensor, group: Any, number: int) -> None:

@@ -10,7 +10,6 @@ from shardtensor.ops import layers as layers
 from shardtensor.ops import linear as linear
 from shardtensor.ops import loss as loss
 from shardtensor.ops import making as making
-from shardtensor.ops import matmul as matmul
 from shardtensor.ops import pointwise as pointwise
 from shardtensor.ops import reductions as reductions
 from shardtensor.ops import scalars as scalars

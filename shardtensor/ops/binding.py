@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from shardtensor.layout.layout import Shape
+from shardtensor.ops.local_call import Place, with_operands
 from shardtensor.rules.call import ALIASES, Signature
 from shardtensor.rules.pattern import Pattern, Side
 from shardtensor.rules.rule import several_dims
@@ -17,56 +18,59 @@ from shardtensor.rules.table import Row
 
 @attrs.frozen
 class BoundCall:
-    """A call split into its operands (None for an absent one) and the arguments to repeat it on local tensors."""
+    """A call split into its operands and the arguments to repeat it on local tensors.
+
+    Attributes:
+        sides: of the rule, one for each operand.
+        operands: in the order of the rule; None for an absent one.
+        places: of the operands that are present.
+        args, kwargs: of the call, None in place of the operands.
+        dims: that the call selects.
+    """
 
     func: Any
     name: str
     signature: Signature
     sides: tuple[Side, ...]
     operands: tuple[torch.Tensor | None, ...]
-    places: tuple[int | str | None, ...]
+    places: tuple[Place, ...]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     dims: tuple[int, ...]
     keepdim: bool
-    listed: bool
 
     @classmethod
     def of(cls, func: Any, name: str, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall | None:
         """Bind a call; return None if it does not have the form that the row gives."""
         signature, pattern = row.call, row.pattern
         assert pattern is not None
-        places: list[int | str | None] = []
+        places: list[Any] = []
         found: list[Any] = []
         for operand in signature.operands:
             place = signature.place(operand)
-            if place < len(args) and not (signature.spread and place > 0):
-                found.append(args[place])
-                places.append(place)
-            else:
-                found.append(kwargs.get(operand))
-                places.append(operand if operand in kwargs else None)
-        for i, x in enumerate(found):
-            if i and isinstance(x, int | float | complex):  # a number in place of an operand stays as it is
-                found[i], places[i] = None, None
+            is_named = place >= len(args) or (signature.spread and place > 0)
+            x = kwargs.get(operand) if is_named else args[place]
+            if found and isinstance(x, int | float | complex):  # a number in place of an operand stays as it is
+                x = None
+            found.append(x)
+            if x is not None:
+                places.append(operand if is_named else place)
+        sides = pattern.sides
         if pattern.listed:
-            if not isinstance(found[0], list | tuple) or not all(isinstance(x, torch.Tensor) for x in found[0]):
+            if not isinstance(found[0], list | tuple):
                 return None
-            operands, sides = tuple(found[0]), pattern.sides * len(found[0])
-        else:
-            operands, sides = tuple(found), pattern.sides
-        others = [v for i, v in enumerate(args) if i not in places] + [v for k, v in kwargs.items() if k not in places]
-        if (
-            not operands
-            or any(x is not None and not isinstance(x, torch.Tensor) for x in operands)
-            or any(isinstance(v, torch.Tensor) for v in others)
-        ):
+            sides, places = sides * len(found[0]), [(place, i) for place in places for i in range(len(found[0]))]
+            found = list(found[0])
+        if not found or not all(isinstance(x, torch.Tensor) for x in found if x is not None or pattern.listed):
             return None
-        dims = _named_dims(signature, pattern, operands, args, kwargs)
+        others, kwargs = with_operands(places, [None] * len(places), args, kwargs)
+        if any(isinstance(value, torch.Tensor) for value in (*others, *kwargs.values())):
+            return None
+        dims = _named_dims(signature, pattern, found, others, kwargs)
         if dims is None:
             return None
-        keepdim = bool(_option(signature, "keepdim", args, kwargs)) if "keepdim" in signature.names else False
-        return cls(func, name, signature, sides, operands, tuple(places), args, kwargs, dims, keepdim, pattern.listed)
+        keepdim = bool(_option(signature, "keepdim", others, kwargs)) if "keepdim" in signature.names else False
+        return cls(func, name, signature, sides, tuple(found), tuple(places), tuple(others), kwargs, dims, keepdim)
 
     @property
     def present(self) -> list[torch.Tensor]:
@@ -74,37 +78,16 @@ class BoundCall:
 
     @property
     def present_names(self) -> list[str]:
-        names = self.signature.operands * (len(self.operands) if self.listed else 1)
+        names = self.signature.operands * (len(self.operands) // len(self.signature.operands))
         return [name for name, x in zip(names, self.operands, strict=True) if x is not None]
 
     @property
     def shapes(self) -> tuple[Shape | None, ...]:
         return tuple(None if x is None else tuple(x.shape) for x in self.operands)
 
-    def without(self, which: Sequence[int]) -> BoundCall:
-        """Return the same call without some of its operands."""
-        operands = tuple(None if i in which else x for i, x in enumerate(self.operands))
-        return attrs.evolve(self, operands=operands)
-
     def compute(self, *locals_: torch.Tensor) -> Any:
         """Make the call on local tensors."""
-        args, kwargs = list(self.args), dict(self.kwargs)
-        if self.listed:
-            place = self.places[0]
-            if isinstance(place, int):
-                args[place] = list(locals_)
-            else:
-                kwargs[str(place)] = list(locals_)
-            return self.func(*args, **kwargs)
-        given = iter(locals_)
-        for place, x in zip(self.places, self.operands, strict=True):
-            if place is None:
-                continue
-            value = None if x is None else next(given)
-            if isinstance(place, int):
-                args[place] = value
-            else:
-                kwargs[place] = value
+        args, kwargs = with_operands(self.places, locals_, self.args, self.kwargs)
         return self.func(*args, **kwargs)
 
     @property
@@ -125,7 +108,7 @@ def row_keyword(key: str, signature: Signature) -> str:
     return signature.names[0] if alias == "input" else alias if alias in signature.names else key
 
 
-def _option(signature: Signature, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _option(signature: Signature, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     place = signature.place(name)
     if signature.spread and name == signature.naming and place < len(args):
         rest = args[place:]
@@ -141,8 +124,8 @@ _MISSING = object()
 def _named_dims(
     signature: Signature,
     pattern: Pattern,
-    operands: tuple[torch.Tensor | None, ...],
-    args: tuple[Any, ...],
+    operands: Sequence[torch.Tensor | None],
+    args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> tuple[int, ...] | None:
     """Return the dims that the call names, sorted; None if it does not give them in the form of the row."""

@@ -7,8 +7,8 @@ results: `combines` registers that function.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import attrs
@@ -20,50 +20,56 @@ from shardtensor.comm.group import Group
 from shardtensor.layout.layout import MeshLayout, Shape, replicated
 from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.binding import BoundCall, row_keyword
-from shardtensor.ops.engine import Prepared, computed_alike, finish, layouts_of, prepare, write_out
-from shardtensor.ops.local_call import LocalCall, cached_call, local_by
+from shardtensor.ops.engine import chosen_sharding, group_of, write_out
+from shardtensor.ops.local_call import (
+    LocalCall,
+    Place,
+    cached_call,
+    local_by,
+    on_empty,
+    operands_at,
+    reducing,
+    with_operands,
+)
 from shardtensor.rules.pattern import Pattern
-from shardtensor.rules.propagate import OpSharding, propagate, with_dims
+from shardtensor.rules.propagate import OpSharding, with_dims
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, Row, rows
-from shardtensor.tensor.dispatch import HANDLERS, resolve
+from shardtensor.tensor.dispatch import implements_each
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along
-from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
-COMBINERS: dict[str, tuple[Callable[..., Any], bool, bool]] = {}
-"""The functions that rows name as ``@name``, with the options of `combine`."""
+COMBINERS: dict[str, tuple[Callable[..., Any], bool]] = {}
+"""The functions that rows name as ``@name``, with the option of `combines`."""
 
 
-def combines(
-    name: str, *, blocks: bool = False, always: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def combines(name: str, *, blocks: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the function that a row names as ``@name``: it computes the local result if that letter is sharded.
 
-    It gets a `Cut` and returns the local result, or results, in the layout of the row's output; NotImplemented makes
-    the letter whole, as ``!`` would. All ranks call it or none, so its decisions must be equal on all ranks.
+    It gets a `LetterCut` and the local tensors of the operands that are present, in order. It returns the local result,
+    or results, in the layout of the row's output; NotImplemented makes the letter whole, as ``!`` would. All ranks call
+    it or none, so its decisions must be equal on all ranks, and follow from the `LetterCut` and the dtypes.
 
     Args:
         blocks: it accepts a dim sharded in blocks, where a rank holds several ranges; else that is made whole.
-        always: it never returns NotImplemented, so that its calls can be cached.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        COMBINERS[name] = function, blocks, always
+        COMBINERS[name] = function, blocks
         return function
 
     return register
 
 
 @attrs.frozen
-class Cut:
-    """One call in which a letter with an ``@name`` function is sharded.
+class LetterCut:
+    """The calls of one form in which a letter with an ``@name`` function is sharded.
 
     Attributes:
         func: the operation, and `name` its name.
-        names: of the operands, as the row has them.
-        locals: the operands' local tensors, in order; absent operands are left out.
-        compute: the operation on such local tensors.
+        names: of the operands that are present, as the row has them.
+        compute: the operation on the local tensors of these.
         layouts: of the operands, after redistribution.
         dims: the dims of the first operand that the letter stands for.
         subgroup: the ranks that hold the shards.
@@ -74,7 +80,6 @@ class Cut:
     func: Any
     name: str
     names: tuple[str, ...]
-    locals: list[torch.Tensor]
     compute: Callable[..., Any]
     layouts: tuple[MeshLayout, ...]
     dims: tuple[int, ...]
@@ -97,165 +102,142 @@ class Cut:
 def by_rule(func: Any, name: str) -> Callable[..., Any]:
     """Return the handler of `func` for the row of `name`."""
 
-    def handler(*args: Any, **kwargs: Any) -> Any:
-        return _bound(func, name, args, kwargs)
+    def for_one_call(*args: Any, **kwargs: Any) -> Any:
+        row = ROWS[name]
+        named = {row_keyword(key, row.call): value for key, value in kwargs.items()}
+        out = named.pop("out", None)
+        if isinstance(out, torch.Tensor):
+            return write_out(lambda _, a, k: for_one_call(*a, **k), func, args, {**named, "out": out})
+        call = BoundCall.of(func, name, row, args, named) if out is None else None
+        if call is None:
+            return fall_back(func, args, named if out is None else {**named, "out": out})
+        rule = row.rule(call.shapes, call.dims, call.keepdim)
+        if rule is None:
+            return _without_rule(func, args, named)
+        group, locals_ = group_of(name, call.present), list(map(local_of, call.present))
+        for each in (rule, _without_functions(rule, row)):
+            found = _local_call(call, each, row, for_every_dtype=False)
+            if found is None:
+                break
+            result = found.on(*with_operands(call.places, locals_, args, named), group)
+            if result is not NotImplemented:
+                return result
+        return fall_back(func, args, named)
 
-    return cached_call(func, lambda args, kwargs: local_call_by_rule(func, name, args, kwargs), handler, name)
+    return cached_call(func, lambda args, kwargs: local_call_by_rule(func, name, args, kwargs), for_one_call, name)
 
 
 def local_call_by_rule(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
-    """Return the `LocalCall` for a call, by its row; None if the call needs the general handler."""
+    """Return the `LocalCall` of all calls of a form, by its row; None if each call is to be decided for itself."""
     row = ROWS[name]
-    pattern = row.pattern
-    named = {row_keyword(key, row.call): value for key, value in kwargs.items()}
-    if pattern is None or named.pop("out", None) is not None or named.get("inplace"):
+    if row.pattern is None or kwargs.get("inplace") or any(row_keyword(key, row.call) != key for key in kwargs):
         return None
-    call = BoundCall.of(func, name, row, args, named)
-    if call is None:
+    if "out" in kwargs:
         return None
-    rule = pattern.bind(call.shapes, call.dims, call.keepdim)
-    if rule is None:
-        return None
-    sharding = propagate(rule, layouts_of(call.present))
-    if sharding is None:
-        return None
-    letter = _cut_letter(pattern, rule, sharding)
-    if letter is not None:
-        return _combined_locally(call, rule, sharding, letter)
-    if sharding.output.partial and any(
-        side.added and x is not None for side, x in zip(call.sides, call.operands, strict=False)
-    ):
-        return None  # an operand that is added once comes after the sum
-    places = [place for place, x in zip(call.places, call.operands, strict=False) if x is not None]
-    if call.listed or any(place not in kwargs for place in places if isinstance(place, str)):
-        places = [None] * len(call.present)
-    found = local_by(_STRAIGHT.get(func, func), sharding, call.present, places, None if row.takes_empty else rule)
-    if found is None or not pattern.makes_sizes or found.layout is None:
-        return found
-
-    layout = sharding.reduced  # the call reduces partial results
-
-    def sized(result: Any) -> MeshLayout:
-        first = result if isinstance(result, torch.Tensor) else result[0]
-        return _sized(layout, tuple(first.shape))
-
-    return found._replace(sized=sized)
+    call = BoundCall.of(func, name, row, args, kwargs)
+    rule = None if call is None else row.rule(call.shapes, call.dims, call.keepdim)
+    return None if call is None or rule is None else _local_call(call, rule, row, for_every_dtype=True)
 
 
-def _combined_locally(call: BoundCall, rule: Rule, sharding: OpSharding, letter: tuple[str, str]) -> LocalCall | None:
-    """Return the `LocalCall` for a call of one operand whose ranks' results an ``@name`` function reduces."""
-    combiner, blocks, always = COMBINERS[letter[1][1:]]
-    (place, *more), (x, *_) = call.places, call.present
-    if not always or more or place != 0 or not isinstance(x, ShardedTensor) or x._layout != sharding.needs[0].layout:
+def _local_call(call: BoundCall, rule: Rule, row: Row, *, for_every_dtype: bool) -> LocalCall | None:
+    """Return how a call is made on local tensors; None if the rule does not apply. See `chosen_sharding`."""
+    pattern, places, present = row.pattern, call.places, call.present
+    assert pattern is not None
+    if pattern.reduces and pattern.combine and not rule.whole:
+        found = _of_all_elements(call, pattern)
+        if found is not None:
+            return found
+    chosen = chosen_sharding(call.name, rule, present, for_every_dtype=for_every_dtype)
+    if chosen is None:
         return None
-    if x._layout.partial or len(sharding.reduced.ranks) != x._group.size:
-        return None
-    if not blocks and any(_is_blocked(sharding, *where) for where in _dims_of(rule, letter[0])):
-        return None
-    call = attrs.evolve(call, operands=(None,), args=(None, *call.args[1:]))  # so that the cache keeps no tensor alive
-    given = _cut(call, rule, Prepared([], sharding, x._group), letter[0])
-    given = attrs.evolve(given, compute=lambda local: call.func(local, *call.args[1:], **call.kwargs))
+    sharding, group = chosen
+    letter, how = _cut_letter(pattern, rule, sharding)
+    if how:
+        combiner, blocks = COMBINERS[how]
+        if not blocks and any(_is_blocked(sharding, *where) for where in _dims_of(rule, letter)):
+            return _local_call(call, whole_in(rule, letter), row, for_every_dtype=for_every_dtype)
+        cut = _cut(call, rule, sharding, group, letter)
+        return local_by(_combining(combiner, cut, places), sharding, group, present, places)
+    sides = [side for side, x in zip(call.sides, call.operands, strict=True) if x is not None]
+    added = [i for i, side in enumerate(sides) if side.added and sharding.output.partial]
+    compute: Callable[..., Any] = _STRAIGHT.get(call.func, call.func)
+    compute = on_empty(compute, None if row.takes_empty else rule, sharding, group, places, without=added)
+    if added:
+        compute, sharding = _then_added(compute, call, rule, sharding, group, added)
+    found = local_by(compute, sharding, group, present, places)
+    if pattern.makes_sizes and found.layout is not None:
+        return found._replace(sized=_sizing(sharding.reduced))
+    return found
 
-    def compute(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        given.locals.append(local)  # a new Cut for each call would take longer than the reduction
-        try:
-            return combiner(given)
-        finally:
-            given.locals.clear()
 
-    return LocalCall(compute, None if sharding.reduced.is_replicated else sharding.reduced)
+def _then_added(
+    compute: Callable[..., Any], call: BoundCall, rule: Rule, sharding: OpSharding, group: Group, added: Sequence[int]
+) -> tuple[Callable[..., Any], OpSharding]:
+    """Return a function that sums the ranks' results and then adds the operands `added`, once; and its layouts.
+
+    With an argument ``beta``, as of ``addmm``, the local call multiplies a zero, and the operand after the sum, by it.
+    """
+    summed = reducing(compute, sharding.output, group)
+    at, has_beta, beta = [call.places[i] for i in added], "beta" in call.signature.names, call.options.get("beta", 1)
+    last = [rule.inputs[i][-1] if rule.inputs[i] else None for i in added]
+    after = [0 if letter is None else rule.output[::-1].index(letter) for letter in last]
+
+    def sum_and_add(*args: Any, **kwargs: Any) -> torch.Tensor:
+        terms = operands_at(at, args, kwargs)
+        given, named = with_operands(at, [x.new_zeros(()) if has_beta else None for x in terms], args, kwargs)
+        out = summed(*given, **named)
+        for x, count in zip(terms, after, strict=True):
+            x = x.reshape(*x.shape, *(1,) * count) if count else x
+            if beta == 0:  # values of `x`, even nan, do not count, but it stays in the graph
+                x = x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+            out = out + as_cast(x if beta in (0, 1) else x * beta, out)
+        return out
+
+    needs = list(sharding.needs)
+    for i in added:  # ranks with partial sums of one result all add it, so each has its whole gradient
+        axes = tuple(axis for axis in needs[i].grad_partial_axes if axis not in sharding.output.partial_axes)
+        needs[i] = attrs.evolve(needs[i], grad_partial_axes=axes)
+    return sum_and_add, attrs.evolve(sharding, needs=tuple(needs), output=sharding.reduced)
+
+
+def _combining(combiner: Callable[..., Any], cut: LetterCut, places: Sequence[Place]) -> Callable[..., Any]:
+    """Return the function of the arguments of a call that gives a combiner its operands."""
+    if list(places) == [0]:
+        return lambda local, *_, **__: combiner(cut, local)
+    return lambda *args, **kwargs: combiner(cut, *operands_at(places, args, kwargs))
 
 
 _STRAIGHT = {F.layer_norm: torch.layer_norm, F.rms_norm: torch.rms_norm}
 """The C functions that these Python functions call with the same arguments."""
 
 
-def _bound(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle the general case: arguments in any form, named dims, ``@name`` functions."""
-    row = ROWS[name]
-    if kwargs:
-        kwargs = {row_keyword(key, row.call): value for key, value in kwargs.items()}
-        if kwargs.get("out") is not None:
-            if not isinstance(kwargs["out"], torch.Tensor):
-                return fall_back(func, args, kwargs)
-            return write_out(lambda f, a, k: _bound(f, name, a, k), func, args, kwargs)
-        kwargs.pop("out", None)
-    pattern = row.pattern
-    assert pattern is not None
-    bound = BoundCall.of(func, name, row, args, kwargs)
-    if bound is None:
-        return fall_back(func, args, kwargs)
-    rule = pattern.bind(bound.shapes, bound.dims, bound.keepdim)
-    if rule is None:
-        return _without_rule(func, args, kwargs)
-    out = _computed(bound, rule, row)
-    return fall_back(func, args, kwargs) if out is None else out
-
-
-def _computed(call: BoundCall, rule: Rule, row: Row) -> Any:
-    pattern, name = row.pattern, call.name
-    assert pattern is not None
-    present = call.present
-    if pattern.reduces and pattern.combine:
-        found = _of_all_elements(call, pattern)
-        if found is not NotImplemented:
-            return found
-    sharding = propagate(rule, layouts_of(present))
-    if sharding is None:
-        return None
-    added = [i for i, side in enumerate(call.sides) if side.added and call.operands[i] is not None]
-    if added and sharding.output.partial:  # an operand that is added once comes after the sum over ranks
-        without = call.without(added)
-        inner = pattern.bind(without.shapes, without.dims, without.keepdim)
-        out = None if inner is None else _computed(without, inner, row)
-        if out is None:
-            return None
-        for i in added:
-            k = sum(x is not None for x in call.operands[:i])
-            x, letters = present[k], rule.inputs[k]
-            after = rule.output[::-1].index(letters[-1]) if letters and letters[-1] is not None else 0
-            out = out + as_cast(x.reshape(*x.shape, *(1,) * after) if after else x, out)
-        return out
-    letter = _cut_letter(pattern, rule, sharding)
-    if letter is not None:
-        combiner, blocks, _ = COMBINERS[letter[1][1:]]
-        dims = _dims_of(rule, letter[0])
-        if not blocks and any(_is_blocked(sharding, *place) for place in dims):
-            return _computed(call, whole_in(rule, letter[0]), row)
-    ready = prepare(name, rule, present)
-    if ready is None:
-        return None
-    if letter is None:
-        needed = [need.layout for need in ready.sharding.needs]
-        found = computed_alike(call.compute, None if row.takes_empty else rule, needed, ready.locals)
-        return _given(found, ready.sharding.output, ready.group, pattern)
-    result = combiner(_cut(call, rule, ready, letter[0]))
-    if result is NotImplemented:
-        return _computed(call, whole_in(rule, letter[0]), row)
-    return _given(result, ready.sharding.output, ready.group, pattern)
-
-
-def _of_all_elements(call: BoundCall, pattern: Pattern) -> Any:
-    """Reduce a tensor in boxes or ranges over all dims, without redistribution; return NotImplemented for others."""
+def _of_all_elements(call: BoundCall, pattern: Pattern) -> LocalCall | None:
+    """Return the `LocalCall` that reduces a tensor in boxes or ranges over all dims, without redistribution."""
     x = call.present[0]
     if not isinstance(x, ShardedTensor) or isinstance(x._layout, MeshLayout) or not 0 < x.dim() == len(call.dims):
-        return NotImplemented
-    x = reduced(x)
-    layout, group = x._layout, x._group
+        return None
+    layout, group = x._layout.reduced(), x._group
     if isinstance(layout, MeshLayout) or (len(layout.ranks) != group.size and layout.grid != (len(layout.ranks),)):
-        return NotImplemented  # ranks outside the tensor have no replica of their own
+        return None  # ranks outside the tensor have no replica of their own
     ((_, how),) = pattern.combine
     flat = replicated((x.numel(),), layout.ranks, layout.grid)
     subgroup = along(group, layout, layout.sharding_axes)
-    given = Cut(call.func, call.name, tuple(call.present_names), [x._local.reshape(-1)], call.func, (flat,), (0,),
-                subgroup, group, call.options, flat)  # fmt: skip
-    result = COMBINERS[how[1:] if how.startswith("@") else "total"][0](given)
-    if result is NotImplemented:
-        return result
-    shape = (1,) * x.dim() if given.keepdim else ()
-    results = [result] if isinstance(result, torch.Tensor) else result
-    found = tuple(y if y.shape == shape else y.reshape(shape) for y in results)  # a view would hide the collective
-    return found[0] if isinstance(result, torch.Tensor) else found
+    names, options = tuple(call.present_names), call.options
+    cut = LetterCut(call.func, call.name, names, call.func, (flat,), (0,), subgroup, group, options, flat)
+    combiner = COMBINERS[how[1:] if how.startswith("@") else "total"][0]
+    shape = (1,) * x.dim() if cut.keepdim else ()
+    places, moves = call.places, ((call.places[0], x._layout, layout),) if x._layout.partial else ()
+
+    def reduce(*args: Any, **kwargs: Any) -> Any:
+        result = combiner(cut, operands_at(places, args, kwargs)[0].reshape(-1))
+        if result is NotImplemented or isinstance(result, tuple):
+            return result if result is NotImplemented else tuple(map(shaped, result))
+        return shaped(result)
+
+    def shaped(y: torch.Tensor) -> torch.Tensor:
+        return y if y.shape == shape else y.reshape(shape)  # a view would hide the collective
+
+    return LocalCall(reduce, None, (), moves)
 
 
 # -- letters -----------------------------------------------------------------------------------------------------------
@@ -266,6 +248,14 @@ def whole_in(rule: Rule, letter: str) -> Rule:
     """Return the rule with a letter, or all of ``k...``, whole."""
     every = {x for letters in rule.inputs for x in letters if x is not None and _matches(x, letter)}
     return attrs.evolve(rule, whole=rule.whole | every)
+
+
+def _without_functions(rule: Rule, row: Row) -> Rule:
+    """Return the rule in which no function combines the ranks' results: their letters are whole."""
+    assert row.pattern is not None
+    for letter, how in row.pattern.combine:
+        rule = whole_in(rule, letter) if how.startswith("@") else rule
+    return rule
 
 
 def _matches(name: str, letter: str) -> bool:
@@ -283,12 +273,12 @@ def _dims_of(rule: Rule, letter: str) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _cut_letter(pattern: Pattern, rule: Rule, sharding: OpSharding) -> tuple[str, str] | None:
-    """Return the sharded letter with an ``@name`` function, and that name."""
+def _cut_letter(pattern: Pattern, rule: Rule, sharding: OpSharding) -> tuple[str, str]:
+    """Return the sharded letter with an ``@name`` function, and that name; empty texts if there is none."""
     for letter, how in pattern.combine:
         if how.startswith("@") and any(sharding.needs[i].layout.dims[d] is not None for i, d in _dims_of(rule, letter)):
-            return letter, how
-    return None
+            return letter, how[1:]
+    return "", ""
 
 
 def _is_blocked(sharding: OpSharding, operand: int, dim: int) -> bool:
@@ -296,60 +286,44 @@ def _is_blocked(sharding: OpSharding, operand: int, dim: int) -> bool:
     return cut is not None and isinstance(cut.pieces, Blocked)
 
 
-def _cut(call: BoundCall, rule: Rule, ready: Prepared, letter: str) -> Cut:
-    layouts = tuple(need.layout for need in ready.sharding.needs)
+def _cut(call: BoundCall, rule: Rule, sharding: OpSharding, group: Group, letter: str) -> LetterCut:
+    layouts = tuple(need.layout for need in sharding.needs)
     places = _dims_of(rule, letter)
     first = places[0][0]
     dims = tuple(d for i, d in places if i == first)
     axes = tuple(
         sorted({axis for i, d in places for cut in [layouts[i].dims[d]] if cut is not None for axis in cut.axes})
     )
-    subgroup = along(ready.group, layouts[first], axes)
-    return Cut(
-        call.func,
-        call.name,
-        tuple(call.present_names),
-        ready.locals,
-        call.compute,
-        layouts,
-        dims,
-        subgroup,
-        ready.group,
-        call.options,
-        ready.sharding.reduced,
-    )
+    subgroup = along(group, layouts[first], axes)
+    compute = attrs.evolve(call, operands=()).compute  # so that the cache keeps no tensor alive
+    names, options = tuple(call.present_names), call.options
+    return LetterCut(call.func, call.name, names, compute, layouts, dims, subgroup, group, options, sharding.reduced)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def _given(result: Any, layout: MeshLayout, group: Group, pattern: Pattern) -> Any:
-    """Return the global tensor of a local result, or of several of one layout."""
-    if not isinstance(result, torch.Tensor):
-        found = [_given(part, layout, group, pattern) for part in result]
-        return type(result)(found) if isinstance(result, tuple) else found
-    return finish(result, _sized(layout, tuple(result.shape)) if pattern.makes_sizes else layout, group)
+def _sizing(layout: MeshLayout) -> Callable[[Any], MeshLayout]:
+    """Return a function that gives the layout the sizes of a local result, or of the first of several."""
+
+    def sized(result: Any) -> MeshLayout:
+        first = result if isinstance(result, torch.Tensor) else result[0]
+        return _sized(layout, tuple(first.shape))
+
+    return sized
 
 
 @lru_cache(maxsize=8192)
 def _sized(layout: MeshLayout, local: Shape) -> MeshLayout:
     """Return the layout with the sizes that a local result has along whole dims."""
     shape = tuple(n if cut is None else full for n, full, cut in zip(local, layout.shape, layout.dims, strict=True))
-    sized = with_dims(layout, shape, layout.dims)
-    return attrs.evolve(sized, partial=layout.partial) if layout.partial else sized
+    return with_dims(layout, shape, layout.dims)
 
 
 def as_cast(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
     """Return `x` in the dtype of the product it is added to, if autocast would have cast it."""
     is_autocast = not product.is_meta and torch.is_autocast_enabled(product.device.type)
     return x.to(product.dtype) if is_autocast else x
-
-
-def leaves_partials(name: str, operands: tuple[torch.Tensor, ...]) -> bool:
-    """Return whether the local results of an operation on these operands are partial sums."""
-    rule = ROWS[name].rule(tuple(tuple(x.shape) for x in operands))
-    sharding = None if rule is None else propagate(rule, layouts_of(operands))
-    return sharding is not None and bool(sharding.output.partial)
 
 
 def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -364,12 +338,11 @@ def _without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def install() -> None:
-    """Register the handler of every row with letters that has no handler yet."""
+    """Register the handler of every row with letters ; modules imported later replace some."""
     for row in rows():
         if row.pattern is not None and not row.pattern.is_elementwise:
             for name in row.names:
-                for func in resolve(name):
-                    HANDLERS.setdefault(func, by_rule(func, name.rpartition(".")[2]))
+                implements_each(name, partial(by_rule, name=name.rpartition(".")[2]))
 
 
 install()

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.errors import RuleError
-from shardtensor.ops.by_rule import Cut, by_rule, combines, local_call_by_rule
+from shardtensor.layout.layout import MeshLayout
+from shardtensor.ops.by_rule import LetterCut, by_rule, combines, local_call_by_rule
 from shardtensor.ops.indices import check_ids
 from shardtensor.ops.local_call import LocalCall, cached_call
 from shardtensor.tensor.dispatch import implements
@@ -73,7 +74,9 @@ def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
         return None
     found = local_call_by_rule(F.embedding, "embedding", args, kwargs)
     pad, rows = kwargs.get("padding_idx"), args[1].shape[0]
-    if found is None or found.moves or not (pad is None or -rows <= pad < rows):
+    layout = args[1]._layout if isinstance(args[1], ShardedTensor) else None
+    is_cut = isinstance(layout, MeshLayout) and 0 in layout.cut_dims
+    if found is None or found.moves or is_cut or not (pad is None or -rows <= pad < rows):
         return None
     pad = -1 if pad is None else pad % rows
     return found._replace(call=lambda ids, table, **_: torch.embedding(table, ids, pad))
@@ -93,9 +96,8 @@ _by_rule = by_rule(look_up, "embedding")
 
 
 @combines("own_rows")
-def own_rows(cut: Cut) -> torch.Tensor:
+def own_rows(cut: LetterCut, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Look up this rank's rows and sum over the ranks: an id that a rank does not hold gives zeros there."""
-    ids, table = cut.locals
     start = cut.layouts[1].start(cut.group.rank, 0)
     return collectives.all_reduce(looked_up(ids, table, start, cut.options["padding_idx"]), cut.subgroup)
 
@@ -158,7 +160,7 @@ def embedding_bag(
         "padding_idx": padding_idx,
     }
     wrong = (input.dim() == 2) == (offsets is not None) or input.dim() not in (1, 2)
-    if wrong or scale_grad_by_freq or mode not in ("sum", "mean", "max"):
+    if wrong or scale_grad_by_freq or mode not in ("sum", "mean"):
         return fall_back(F.embedding_bag, (input, weight, offsets), options)
     if per_sample_weights is not None and (mode != "sum" or per_sample_weights.shape != input.shape):
         return fall_back(F.embedding_bag, (input, weight, offsets), options)
@@ -166,10 +168,6 @@ def embedding_bag(
     counts = torch.ones_like(input, dtype=weight.dtype)
     if padding_idx is not None:
         counts = (input != padding_idx % weight.shape[0]).to(weight.dtype)
-    if mode == "max":
-        return _largest(
-            *(rows, counts) if offsets is None else _side_by_side(rows, counts, offsets, include_last_offset)
-        )
     if padding_idx is not None:
         rows = rows * counts.unsqueeze(-1)
     if per_sample_weights is not None:
@@ -179,27 +177,6 @@ def embedding_bag(
     else:
         total, many = _by_offsets(rows, counts, offsets, include_last_offset)
     return total if mode == "sum" else total / many.clamp_min(1).unsqueeze(-1)
-
-
-def _largest(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the maximum of each bag of ``(bags, n, d)``, 0 where none of its rows counts."""
-    if not rows.shape[1]:
-        return rows.sum(1)
-    empty = (counts.sum(1) == 0).unsqueeze(-1)
-    found = rows.masked_fill((counts == 0).unsqueeze(-1), float("-inf")).max(1)[0]
-    return found.masked_fill(empty, 0)
-
-
-def _side_by_side(
-    rows: torch.Tensor, counts: torch.Tensor, offsets: torch.Tensor, include_last: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bags as rows of one length, ``(bags, longest, d)``; rows past the end of a bag do not count."""
-    starts, bag = _bags(rows.shape[0], offsets, include_last)
-    sizes = torch.bincount(bag, minlength=starts.numel())
-    within = torch.arange(int(sizes.max()) if sizes.numel() else 0, device=bag.device)
-    held = within < sizes.unsqueeze(1)
-    place = (starts.unsqueeze(1) + within).masked_fill(~held, 0)
-    return rows[place], counts[place] * held
 
 
 def _by_offsets(
@@ -234,9 +211,6 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         num_classes = int(tensor.max()) + 1
     if num_classes < 1 or tensor.dtype != torch.int64:
         return fall_back(F.one_hot, (tensor, num_classes), {})
-    check_ids(tensor, 0, num_classes, _no_class)
+    faults = ("smaller than num_classes", "non-negative")
+    check_ids(tensor, 0, num_classes, lambda value: RuntimeError(f"Class values must be {faults[value < 0]}."))
     return _one_hot_by_rule(tensor, num_classes)
-
-
-def _no_class(value: int) -> Exception:
-    return RuntimeError(f"Class values must be {'non-negative' if value < 0 else 'smaller than num_classes'}.")

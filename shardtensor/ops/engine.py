@@ -10,23 +10,22 @@ nodes as the others: it computes one element more along each dim that is empty o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import attrs
 import torch
 import torch.nn.functional as F
 
-from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.layout.explain import step_text
 from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.layout.route import route
-from shardtensor.rules.propagate import OperandLayout, OpSharding, fault_in, propagate, ways_out
+from shardtensor.rules.propagate import OpSharding, fault_in, propagate, ways_out
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import is_strict, name_of
-from shardtensor.tensor.move import along, part, reduce_local
+from shardtensor.tensor.move import moved, part, whole
 from shardtensor.tensor.placing import spec_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, wrap
 
@@ -35,7 +34,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, 
 
 def refuse(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> NoReturn:
     """Raise the RuleError of a call that would redistribute operands. Sends nothing; the same on every rank."""
-    names = names_of(name, len(operands))
+    names = operand_names(name, len(operands))
     layouts = layouts_of(operands)
     facts: dict[str, object] = {"rule": str(rule)}
     columns = [_columns(x) for x in operands]
@@ -54,7 +53,7 @@ def refuse(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> NoReturn:
     raise RuleError(f"{name}: {fault_in(rule, layouts, names)}", facts, fixes)
 
 
-def names_of(name: str, count: int) -> list[str]:
+def operand_names(name: str, count: int) -> list[str]:
     """Return the operands' names in messages: those of the operation's row."""
     row = ROWS.get(name.rpartition(".")[2].strip("_"))
     operands = row.call.operands if row is not None else ()
@@ -130,54 +129,29 @@ def write_out(compute: Callable[..., Any], func: Any, args: tuple[Any, ...], kwa
 HALF = (torch.float16, torch.bfloat16)
 
 
-def run(
-    name: str,
-    rule: Rule,
-    operands: Sequence[torch.Tensor],
-    compute: Callable[..., torch.Tensor],
-) -> torch.Tensor | None:
-    """Compute on the local operands and return the global result; None when the rule does not apply.
-
-    Partial sums are summed at once (one all-reduce). All ranks of the operands' group call it.
+def chosen_sharding(
+    name: str, rule: Rule, operands: Sequence[torch.Tensor], *, for_every_dtype: bool = False
+) -> tuple[OpSharding, Group] | None:
+    """Return the layouts that a call needs and gives, and its group; None when the rule does not apply.
 
     Args:
-        name: of the operation, for messages.
-        rule: one letter for each dim of each operand.
-        operands: plain tensors (replicated) and sharded ones.
-        compute: gets the local tensors, in order, and returns the local result.
-
-    Returns:
-        A ShardedTensor; a plain tensor if every rank holds all of it; None if no operand is sharded over a grid.
+        for_every_dtype: choose for all calls of operands in these layouts, if all ranks of the group hold them. Else
+            for this call: the sizes of elements decide what is cheapest, and under `strict` a redistribution raises
+            RuleError.
     """
-    ready = prepare(name, rule, operands)
-    if ready is None:
-        return None
-    return finish(computed(compute, ready.locals), ready.sharding.output, ready.group)
-
-
-class Prepared(NamedTuple):
-    """The local operands of one call, their layouts, and the group."""
-
-    locals: list[torch.Tensor]
-    sharding: OpSharding
-    group: Group
-
-
-def prepare(name: str, rule: Rule, operands: Sequence[torch.Tensor]) -> Prepared | None:
-    """Redistribute the operands to the layouts that the rule gives them; return None when the rule does not apply."""
-    operands = [reduced(x) if isinstance(x, ShardedTensor) else x for x in operands]
     group = group_of(name, operands)
     layouts = layouts_of(operands)
     sharding = propagate(rule, layouts)
-    if sharding is not None and any(need.moves for need in sharding.needs):
+    if sharding is not None and not for_every_dtype and any(need.moves for need in sharding.needs):
         if is_strict():
             refuse(name, rule, operands)
         if len({x.dtype for x in operands}) > 1:
             sharding = propagate(rule, layouts, tuple(x.element_size() for x in operands))
-    if sharding is None or (len(sharding.reduced.ranks) != group.size and not _fits_a_part(sharding, operands)):
+    if sharding is None:
         return None
-    locals_ = [redistributed(name, x, need, group) for x, need in zip(operands, sharding.needs, strict=True)]
-    return Prepared(locals_, sharding, group)
+    if len(sharding.reduced.ranks) != group.size and (for_every_dtype or not _fits_a_part(sharding, operands)):
+        return None
+    return sharding, group
 
 
 def layouts_of(operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -205,23 +179,26 @@ def _fits_a_part(sharding: OpSharding, operands: Sequence[torch.Tensor]) -> bool
     return is_cut and not any(isinstance(x, ShardedTensor) and x._layout.is_replicated for x in operands)
 
 
-def redistributed(name: str, x: torch.Tensor, need: OperandLayout, group: Group) -> torch.Tensor:
-    """Return the local tensor of `x` in the layout that the rule needs, with the matching backward."""
-    layout = need.layout
-    if isinstance(x, ShardedTensor):
-        if need.moves:
-            refuse_to_move(name, x, layout)
-        if x._layout is layout or x._layout == layout:
-            local = x._local
-        elif layout.cut_dims or len(layout.ranks) == group.size:
-            local = local_as(x, layout, group)
-        else:  # ranks outside the layout also compute with the whole
-            local = x.full_tensor()
-    else:
-        local = part(x, layout, group) if layout.cut_dims else x
-    if need.grad_partial_axes and local.requires_grad:
-        local = collectives.sum_gradient(local, along(group, layout, need.grad_partial_axes))
-    return local
+Move = tuple[Layout | None, Layout | None]
+"""From one layout to another; the first is None for a plain tensor, the second None for the whole on every rank."""
+
+
+def move_to(x: torch.Tensor, layout: MeshLayout, group: Group) -> Move | None:
+    """Return how the local tensor of an operand is brought to a layout; None if it is in it."""
+    if not isinstance(x, ShardedTensor):
+        return (None, layout) if layout.cut_dims else None
+    if x._layout is layout or x._layout == layout:
+        return None
+    is_on_all = layout.cut_dims or len(layout.ranks) == group.size  # else ranks outside compute with the whole, too
+    return x._layout, layout if is_on_all else None
+
+
+def arranged(local: torch.Tensor, source: Layout | None, target: Layout | None, group: Group) -> torch.Tensor:
+    """Bring the local tensor of an operand from one layout to another; see `Move`."""
+    if source is None:
+        assert target is not None
+        return part(local, target, group)
+    return whole(local, source, group) if target is None else moved(local, source, target, group)
 
 
 def refuse_to_move(name: str, x: ShardedTensor, layout: Layout) -> None:
@@ -232,16 +209,6 @@ def refuse_to_move(name: str, x: ShardedTensor, layout: Layout) -> None:
             {"operand": f"{tuple(x.shape)} {x.dtype}", "has": str(x.sharding_spec()), "needs": str(layout)},
             ["make it of that layout: distribute(operand, spec)", "leave strict() to let it move"],
         )
-
-
-def finish(local: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
-    """Wrap a local result; reduce it if it is partial; return a plain tensor if every rank has the whole."""
-    if layout.partial:
-        along(group, layout, layout.partial_axes)  # raises on every rank where ranks outside cannot take part
-        local, layout = reduce_local(local, layout, group), layout.reduced()
-    if layout.is_replicated:
-        return local
-    return wrap(local, layout, None, group)
 
 
 def group_of(name: str, operands: Sequence[torch.Tensor]) -> Group:

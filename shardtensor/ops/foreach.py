@@ -17,7 +17,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _list_types
 from shardtensor.comm.group import Group
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout, replicated
-from shardtensor.tensor.dispatch import HANDLERS, implements, refuse_partial_write
+from shardtensor.tensor.dispatch import implements, implements_each, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, reduced, wrap
@@ -158,10 +158,8 @@ def _write_back(tensors: Tensors, locals_: list[torch.Tensor], columns: list[Col
 
 _REDUCE = frozenset({"_foreach_norm", "_foreach_powsum", "_foreach_max", "_foreach_mm"})
 
-for _name in dir(torch):
-    _is_fused_step = _name in ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
-    if (_name.startswith("_foreach_") and _name not in _REDUCE) or _is_fused_step:
-        HANDLERS[getattr(torch, _name)] = on_lists(getattr(torch, _name))
+implements_each("_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_", on_lists)
+implements_each(" ".join(name for name in dir(torch) if name.startswith("_foreach_") and name not in _REDUCE), on_lists)
 
 
 # -- reductions ------------------------------------------------------------------------------------------------------

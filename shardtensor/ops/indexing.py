@@ -23,7 +23,7 @@ from shardtensor.ops.views import copied, local_view, to_view, view
 from shardtensor.rules.indexing import Item, indexing, normalize
 from shardtensor.rules.rule import one_dim
 from shardtensor.tensor.copied import refuse_lost_write
-from shardtensor.tensor.dispatch import HANDLERS, functions_named, implements, refuse_partial_write
+from shardtensor.tensor.dispatch import implements, implements_each, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, wrap
@@ -127,7 +127,7 @@ def getitem(input: torch.Tensor, index: Any) -> Any:
         if found is None:
             return fall_back(torch.Tensor.__getitem__, (input, index), {})
         return index_of(input if found.is_plain else input[found.basic], found.tensors)
-    result = take(input, items)  # type: ignore[arg-type]
+    result = index_basic(input, items)  # type: ignore[arg-type]
     if result is None:
         result = copied(torch.Tensor.__getitem__, (input, index), {})
     if isinstance(result, ShardedTensor) and result._copied is not None:
@@ -139,7 +139,7 @@ def getitem(input: torch.Tensor, index: Any) -> Any:
 implements(torch.Tensor.__getitem__)(cached_call(torch.Tensor.__getitem__, _by_place, getitem))
 
 
-def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
+def index_basic(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
     """Index by normalized items; return None if it must gather."""
     x = to_view(input)
     layout, group = x._layout, x._group
@@ -159,9 +159,8 @@ def take(input: ShardedTensor, items: tuple[Item, ...]) -> torch.Tensor | None:
 def setitem(input: torch.Tensor, index: Any, value: Any) -> None:
     """Run ``input[index] = value``: every rank writes the elements that it holds."""
     if isinstance(input, ShardedTensor):
-        if written_through(input, lambda row: row.__setitem__(index, value)):
+        if written_through(input, "Tensor.__setitem__", lambda row: row.__setitem__(index, value)):
             return
-        refuse_lost_write(input, "Tensor.__setitem__")
         refuse_partial_write(input, "Tensor.__setitem__")
     is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == input.shape
     if is_mask and (not isinstance(value, torch.Tensor) or value.dim() == 0):
@@ -175,7 +174,7 @@ def setitem(input: torch.Tensor, index: Any, value: Any) -> None:
     place = None
     if items is not None:
         assert isinstance(input, ShardedTensor)
-        place = take(input, tuple((i, i + 1, 1) if isinstance(i, int) else i for i in items))
+        place = index_basic(input, tuple((i, i + 1, 1) if isinstance(i, int) else i for i in items))
     if items is None or place is None:
         fall_back(torch.Tensor.__setitem__, (input, index, value), {})
         return
@@ -243,9 +242,7 @@ def _splitting(func: Callable[..., Any]) -> Callable[..., Any]:
     return handler
 
 
-for _name in ("split", "split_with_sizes", "chunk"):
-    for _func in functions_named(_name):
-        HANDLERS[_func] = _splitting(_func)
+implements_each("split split_with_sizes chunk", _splitting)
 
 
 @implements(torch.unbind, torch.Tensor.unbind)

@@ -18,11 +18,12 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import MeshLayout
-from shardtensor.ops.by_rule import Cut, by_rule, combines
-from shardtensor.ops.engine import finish, in_graph, prepare, write_out
+from shardtensor.ops.by_rule import LetterCut, by_rule, combines
+from shardtensor.ops.engine import chosen_sharding, in_graph, write_out
+from shardtensor.ops.local_call import run_as
 from shardtensor.rules.indexing import first_of, reading, writing
 from shardtensor.rules.rule import one_dim
-from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.dispatch import implements, implements_each
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced
 
@@ -109,9 +110,9 @@ def _out_of_bounds(dim: int, size: int) -> Callable[[int], Exception]:
 
 
 @combines("read", blocks=True)
-def read(cut: Cut) -> torch.Tensor:
+def read_own(cut: LetterCut, local: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """Read as ``gather`` and ``index_select`` along the sharded dim: zeros for what other ranks hold, then the sum."""
-    (local, at), (source, index), d = cut.locals, cut.layouts, cut.dims[0]
+    (source, index), d = cut.layouts, cut.dims[0]
     is_gather = cut.name == "gather"
     if math.prod(index.shape) > (math.prod(source.shape) if is_gather else source.shape[d]):
         return NotImplemented  # summing the result costs more than redistributing the source
@@ -131,9 +132,8 @@ def _nothing(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 @combines("write", blocks=True)
-def write(cut: Cut) -> torch.Tensor:
+def write_own(cut: LetterCut, local: torch.Tensor, at: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
     """Write along the sharded dim the elements that this rank holds."""
-    local, at, *values = cut.locals
     d = cut.dims[0]
     count = local.shape[d]
     here, is_own = held(at, cut.layouts[0], cut.group.rank, d)
@@ -146,9 +146,9 @@ def _with_spare(local: torch.Tensor, d: int) -> torch.Tensor:
     return torch.cat([local, local.new_ones(shape)], d)
 
 
-def _checked(name: str) -> Callable[..., torch.Tensor]:
+def _checked(func: Any) -> Callable[..., torch.Tensor]:
     """Return the handler of an operation along one dim; it first checks, on all ranks, that indices are in range."""
-    func = getattr(torch, name)
+    name = func.__name__
     sharded = by_rule(func, name)
 
     def follow(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -185,10 +185,9 @@ def _narrowed(x: Any, index: torch.Tensor, dims: Sequence[int] | None = None) ->
     return x
 
 
-for _name in """
-gather index_select scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce
-""".split():
-    HANDLERS[getattr(torch, _name)] = HANDLERS[getattr(torch.Tensor, _name)] = _checked(_name)
+implements_each(
+    "gather index_select scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce", _checked
+)
 
 
 # -- several dims ------------------------------------------------------------------------------------------------------
@@ -242,22 +241,26 @@ def index_of(x: torch.Tensor, indices: Indices) -> torch.Tensor:
     rule = reading(tuple(x.shape), at, tuple(tuple(t.shape) for t in tensors), broad)
     if math.prod(broad) * math.prod(n for k, n in enumerate(x.shape) if k not in at) > x.numel():
         rule = attrs.evolve(rule, whole=frozenset(f"x{k}" for k in at))
-    ready = prepare("index", rule, (x, *tensors))
-    if ready is None:
+    operands = (x, *tensors)
+    chosen = chosen_sharding("index", rule, operands)
+    if chosen is None:
         return fall_back(torch.Tensor.__getitem__, (x, whole), {})
-    (local, *ats), sharding, group = ready
-    where = iter(ats)
-    places: list[Any] = [slice(None) if index is None else next(where) for index in indices]
-    cut, is_own = _local_places(places, sharding.needs[0].layout, group.rank, local.device)
-    rest, first = [n for k, n in enumerate(local.shape) if k not in at], first_of(at)
-    if cut and not all(local.shape[k] for k in at):
+    sharding, group = chosen
+
+    def read_part(local: torch.Tensor, *ats: torch.Tensor) -> torch.Tensor:
+        where = iter(ats)
+        places: list[Any] = [slice(None) if index is None else next(where) for index in indices]
+        cut, is_own = _local_places(places, sharding.needs[0].layout, group.rank, local.device)
+        rest, first = [n for k, n in enumerate(local.shape) if k not in at], first_of(at)
         broad = torch.broadcast_shapes(*(places[k].shape for k in at))
-        return finish(_nothing(local, (*rest[:first], *broad, *rest[first:])), sharding.output, group)
-    found = local[tuple(places)]
-    if cut:
-        broad = torch.broadcast_shapes(*(places[k].shape for k in at))
-        found = found.masked_fill(~is_own.expand(broad).reshape((*broad, *(1,) * (len(rest) - first))), 0)
-    return finish(found, sharding.output, group)
+        if cut and not all(local.shape[k] for k in at):
+            return _nothing(local, (*rest[:first], *broad, *rest[first:]))
+        found = local[tuple(places)]
+        return (
+            found.masked_fill(~is_own.expand(broad).reshape((*broad, *(1,) * (len(rest) - first))), 0) if cut else found
+        )
+
+    return run_as(sharding, group, operands, read_part)
 
 
 @implements(torch.index_put, torch.Tensor.index_put)
@@ -282,24 +285,28 @@ def index_put(input: torch.Tensor, indices: Indices, values: torch.Tensor, accum
     if not any(isinstance(t, ShardedTensor) for t in (input, *tensors, values)):
         return torch.ops.aten.index_put(input, indices, values, accumulate)
     rule = writing(tuple(input.shape), at, tuple(tuple(t.shape) for t in tensors), broad, tuple(values.shape))
-    ready = prepare("index_put", rule, (input, *tensors, values))
-    if ready is None:
+    operands = (input, *tensors, values)
+    chosen = chosen_sharding("index_put", rule, operands)
+    if chosen is None:
         return fall_back(torch.index_put, (input, tuple(given), values, accumulate), {})
-    (local, *ats, local_values), sharding, group = ready
-    where = iter(ats)
-    places = [None if index is None else next(where) for index in indices]
-    cut, is_own = _local_places(places, sharding.needs[0].layout, group.rank, local.device)
-    if not cut:
-        out = torch.ops.aten.index_put(local, places, local_values, accumulate)
-    elif not all(local.shape[k] for k in cut[1:]):
-        out = in_graph(local.clone(), (local_values,))
-    else:
+    sharding, group = chosen
+
+    def write_part(local: torch.Tensor, *ats: torch.Tensor) -> torch.Tensor:
+        *ats, local_values = ats  # type: ignore[assignment]
+        where = iter(ats)
+        places = [None if index is None else next(where) for index in indices]
+        cut, is_own = _local_places(places, sharding.needs[0].layout, group.rank, local.device)
+        if not cut:
+            return torch.ops.aten.index_put(local, places, local_values, accumulate)
+        if not all(local.shape[k] for k in cut[1:]):
+            return in_graph(local.clone(), (local_values,))
         d, count = cut[0], local.shape[cut[0]]
         here = places[d]
         assert here is not None, "indices of a sharded dim"
         places[d] = torch.where(is_own, here, count)
-        out = torch.ops.aten.index_put(_with_spare(local, d), places, local_values, accumulate).narrow(d, 0, count)
-    return finish(out, sharding.output, group)
+        return torch.ops.aten.index_put(_with_spare(local, d), places, local_values, accumulate).narrow(d, 0, count)
+
+    return run_as(sharding, group, operands, write_part)
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from shardtensor.ops.pointwise import refuse_expanded, unaliased, written_throug
 from shardtensor.ops.views import order_of
 from shardtensor.rules.views import permuted
 from shardtensor.tensor.copied import refuse_lost_write
-from shardtensor.tensor.dispatch import HANDLERS, implements, name_of, refuse_partial_write, warn_of_gather
+from shardtensor.tensor.dispatch import implements, implements_each, name_of, refuse_partial_write, warn_of_gather
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.from_metadata import from_torch_sharded_tensor, is_torch_sharded
 from shardtensor.tensor.move import along
@@ -37,9 +37,8 @@ def copy_(input: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
         return input.copy_(src.full_tensor(), non_blocking)
     if is_torch_sharded(src):
         src = from_torch_sharded_tensor(src)
-    if written_through(input, lambda row: row.copy_(src, non_blocking)):
+    if written_through(input, "copy_", lambda row: row.copy_(src, non_blocking)):
         return input
-    refuse_lost_write(input, "copy_")
     refuse_expanded(input)
     layout, group = input._layout, input._group
     if torch.broadcast_shapes(input.shape, src.shape) != input.shape:
@@ -66,9 +65,8 @@ def fill_(input: torch.Tensor, value: Any) -> Any:
     """Set every element to one value; of a partial sum, the first rank holds the value and the others 0."""
     if not isinstance(input, ShardedTensor):
         return fall_back(torch.Tensor.fill_, (input, value), {})
-    if written_through(input, lambda row: row.fill_(value)):
+    if written_through(input, "fill_", lambda row: row.fill_(value)):
         return input
-    refuse_lost_write(input, "fill_")
     value = value.full_tensor() if isinstance(value, ShardedTensor) else value
     if isinstance(value, torch.Tensor) and value.requires_grad:
         return copy_(input, value.to(input.dtype))
@@ -79,23 +77,19 @@ def fill_(input: torch.Tensor, value: Any) -> Any:
 @implements(torch.Tensor.zero_, torch.zero_)
 def zero_(input: ShardedTensor) -> ShardedTensor:
     """Set every element to zero."""
-    if written_through(input, lambda row: row.zero_()):
-        return input
-    refuse_lost_write(input, "zero_")
-    input._local.zero_()
-    return input
+    return fill_(input, 0)
 
 
-def _writes(method: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the handler of a method that writes into its tensor what `new` returns."""
+def _writes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the handler of a method that writes into its tensor what its other form returns."""
+    new = getattr(torch.Tensor, method.__name__.removesuffix("_"))
 
     def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if any(x is input for x in (*args, *kwargs.values())):  # undefined in torch: an input aliases the output
             return fall_back(method, (input, *args), kwargs)
-        if written_through(input, lambda row: method(row, *args, **kwargs)):
+        if written_through(input, name_of(method), lambda row: method(row, *args, **kwargs)):
             return input
         if isinstance(input, ShardedTensor):
-            refuse_lost_write(input, name_of(method))
             refuse_partial_write(input, name_of(method))
             refuse_leaf(input)
         tensors = [x for x in (input, *args, *kwargs.values()) if isinstance(x, torch.Tensor)]
@@ -108,22 +102,19 @@ def _writes(method: Callable[..., Any], new: Callable[..., Any]) -> Callable[...
     return handler
 
 
-COMPOSED = """
-scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce index_put cumsum cumprod
-addmm addmv addbmm baddbmm addr tril triu
-"""
-"""Methods whose in-place form computes the other form and copies its result."""
-
-for _name in COMPOSED.split():
-    _func = getattr(torch.Tensor, f"{_name}_")
-    HANDLERS[_func] = _writes(_func, getattr(torch.Tensor, _name))
+implements_each(
+    "scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ index_reduce_ index_put_ "
+    "cumsum_ cumprod_ addmm_ addmv_ addbmm_ baddbmm_ addr_ tril_ triu_",
+    _writes,
+)
 
 
 # -- dims in another order ---------------------------------------------------------------------------------------------
 
 
-def _transposes(func: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., ShardedTensor]:
-    """Return the handler of `func`, the in-place form of the view `new`; it permutes the layout's dims too."""
+def _transposes(func: Callable[..., Any]) -> Callable[..., ShardedTensor]:
+    """Return the handler of the in-place form of a view; it permutes the layout's dims too."""
+    new = getattr(torch.Tensor, func.__name__.removesuffix("_"))
 
     def handler(input: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
         refuse_lost_write(input, func.__name__)
@@ -145,6 +136,4 @@ def _transposes(func: Callable[..., Any], new: Callable[..., Any]) -> Callable[.
     return handler
 
 
-for _name in ("t", "transpose", "swapaxes", "swapdims"):
-    _func = getattr(torch.Tensor, f"{_name}_")
-    HANDLERS[_func] = _transposes(_func, getattr(torch.Tensor, _name))
+implements_each("t_ transpose_ swapaxes_ swapdims_", _transposes)

@@ -13,7 +13,6 @@ and the bias is added after. Grouped convolutions have rows of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,33 +20,17 @@ import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import MeshLayout
-from shardtensor.ops.by_rule import Cut, by_rule, combines, local_call_by_rule
-from shardtensor.ops.engine import HALF, computed_alike, finish, group_of
-from shardtensor.ops.local_call import LocalCall, cached_call
+from shardtensor.ops.by_rule import LetterCut, by_rule, combines, local_call_by_rule
+from shardtensor.ops.engine import HALF, computed_alike, group_of
+from shardtensor.ops.local_call import LocalCall, cached_call, wrapped
 from shardtensor.rules.propagate import with_dims
-from shardtensor.rules.table import rule_of
+from shardtensor.rules.table import ROWS
 from shardtensor.rules.views import heads_fit
-from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.dispatch import implements, implements_each, own_body
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
-# -- functions of torch that are Python all through --------------------------------------------------------------------
-
-
-OVERRIDE_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-
-
-def own_body(func: Any) -> Callable[..., Any]:
-    """Return a copy of a Python function of torch that does not look for a handler of its operands."""
-    names = {**func.__globals__, **dict.fromkeys(OVERRIDE_CHECKS, lambda *_: False)}
-    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
-
-
-for _func in (F.multi_head_attention_forward, F.normalize):
-    HANDLERS[_func] = own_body(_func)
-
+implements_each((F.multi_head_attention_forward, F.normalize, F.group_norm, F.dropout), own_body)
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
@@ -79,9 +62,10 @@ def scaled_dot_product_attention(
         return _GROUPED(*operands, **options)
     group = group_of("scaled_dot_product_attention", qkv)
     shapes = tuple(tuple(x.shape) for x in qkv)
-    rule = rule_of("grouped_query_attention", (*shapes, None))
+    rule = ROWS["grouped_query_attention"].rule((*shapes, None))
     local = computed_alike(lambda *xs: attend(*xs, **options), rule, layouts, [x._local for x in qkv])
-    return finish(local, with_dims(layouts[0], (*query.shape[:-1], value.shape[-1]), layouts[0].dims), group)
+    layout = with_dims(layouts[0], (*query.shape[:-1], value.shape[-1]), layouts[0].dims)
+    return wrapped(local, None if layout.is_replicated else layout, group)
 
 
 def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
@@ -93,47 +77,42 @@ def _locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
     return local_call_by_rule(attend, "scaled_dot_product_attention", args, kwargs)
 
 
-HANDLERS[attend] = cached_call(attend, _locally, scaled_dot_product_attention, "scaled_dot_product_attention")
+implements(attend)(cached_call(attend, _locally, scaled_dot_product_attention, "scaled_dot_product_attention"))
 
-
-# -- normalization -----------------------------------------------------------------------------------------------------
 
 # -- over the last dims ------------------------------------------------------------------------------------------------
 
 
 @combines("moments", blocks=True)
-def moments(cut: Cut) -> torch.Tensor:
+def moments(cut: LetterCut, x: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
     """Compute layer_norm: the mean, then the mean square of the differences, of all elements; each one all-reduce."""
-    x = _wide(cut.locals[0])
-    eps = cut.options.get("eps", 1e-5)
-    away = x - _mean(x, cut)
-    return _scaled(away * (_mean(away.square(), cut) + eps).rsqrt(), cut)
+    wide = _wide(x)
+    away = wide - _mean(wide, cut)
+    return _scaled(away * (_mean(away.square(), cut) + cut.options.get("eps", 1e-5)).rsqrt(), cut, affine).to(x.dtype)
 
 
 @combines("mean_square", blocks=True)
-def mean_square(cut: Cut) -> torch.Tensor:
+def mean_square(cut: LetterCut, x: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
     """Compute rms_norm: one all-reduce."""
-    x = _wide(cut.locals[0])
-    eps = cut.options.get("eps")
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _scaled(x * (_mean(x.square(), cut) + eps).rsqrt(), cut)
+    wide, eps = _wide(x), cut.options.get("eps")
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    return _scaled(wide * (_mean(wide.square(), cut) + eps).rsqrt(), cut, affine).to(x.dtype)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in HALF else x
 
 
-def _mean(x: torch.Tensor, cut: Cut) -> torch.Tensor:
+def _mean(x: torch.Tensor, cut: LetterCut) -> torch.Tensor:
     """Return the mean over the reduced dims of all ranks; backward sums its gradient over the ranks."""
     total = collectives.all_reduce(x.sum(cut.dims, keepdim=True), cut.subgroup)
     return collectives.sum_gradient(total / cut.count, cut.subgroup)
 
 
-def _scaled(out: torch.Tensor, cut: Cut) -> torch.Tensor:
-    given = dict(zip(cut.names, cut.locals, strict=True))
+def _scaled(out: torch.Tensor, cut: LetterCut, affine: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    given = dict(zip(cut.names[1:], affine, strict=True))
     out = out * given["weight"] if "weight" in given else out
-    out = out + given["bias"] if "bias" in given else out
-    return out.to(cut.locals[0].dtype)
+    return out + given["bias"] if "bias" in given else out
 
 
 # -- over channels -----------------------------------------------------------------------------------------------------
@@ -187,25 +166,11 @@ def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
     return x if bias is None else x + _column(bias, x)
 
 
-@implements(F.group_norm)
-def group_norm(
-    input: torch.Tensor,
-    num_groups: int,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-) -> torch.Tensor:
-    """Run ``F.group_norm``, which checks the size of the whole batch first."""
-    F.group_norm(torch.empty(input.shape, device="meta"), num_groups)  # torch's errors
-    return torch.group_norm(input, num_groups, weight, bias, eps)
-
-
 # -- convolutions and padding ------------------------------------------------------------------------------------------
 
 
-def _convolution(name: str) -> Callable[..., torch.Tensor]:
-    func = getattr(F, name)
-    ungrouped, grouped = by_rule(func, name), by_rule(func, f"grouped_{name}")
+def _convolution(func: Any) -> Callable[..., torch.Tensor]:
+    ungrouped, grouped = by_rule(func, func.__name__), by_rule(func, f"grouped_{func.__name__}")
 
     def handler(*args: Any, **kwargs: Any) -> torch.Tensor:
         groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
@@ -214,8 +179,7 @@ def _convolution(name: str) -> Callable[..., torch.Tensor]:
     return handler
 
 
-for _name in (f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)):
-    HANDLERS[getattr(F, _name)] = HANDLERS[getattr(torch, _name)] = _convolution(_name)
+implements_each("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", _convolution)
 
 
 @implements(F.pad)

@@ -4,6 +4,7 @@ The form of a call, its cache key, is the function, its row in the table, the la
 identity: they are interned), the shapes of its plain ones, and its other arguments. By its rule the call is the same
 function of the local tensors, wrapped; operands are redistributed before it and partial sums all-reduced after it
 where needed. The group holds the cache, so the cache is freed with the group.
+Calls that the cache does not take are decided in the same way, each for itself (`run_by_rule`).
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from collections.abc import Callable, Sequence
 from types import EllipsisType, NoneType
 from typing import Any, NamedTuple
 
+import attrs
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.layout.layout import Layout, MeshLayout
-from shardtensor.ops.engine import computed, computed_alike
+from shardtensor.ops.engine import arranged, chosen_sharding, computed_alike, move_to
 from shardtensor.rules.propagate import OpSharding
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import is_strict
-from shardtensor.tensor.move import along, moved
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.move import along, moved, reduce_local
+from shardtensor.tensor.sharded_tensor import WRAPPER_CLASSES, ShardedTensor, local_of, wrap
 
 MOST = 4096
 """Forms cached for one group; when there are more, the cache is cleared."""
@@ -32,21 +33,57 @@ MOST = 4096
 _VALUES = frozenset((int, float, bool, str, NoneType, EllipsisType, torch.dtype, torch.Size, torch.memory_format))
 _ENDS = frozenset((int, NoneType))
 _INT = frozenset((int,))
-SHARDED: set[type] = {ShardedTensor}
-"""Classes of tensors that are handled like ShardedTensors."""
-
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _UNKNOWN = object()
+
+
+Place = int | str | tuple[int | str, int]
+"""Where an operand is among the arguments of a call: a position, a name, or an element of a list at one of these."""
+
+
+def slot(args: list[Any], kwargs: dict[str, Any], place: Place) -> tuple[Any, int | str]:
+    """Return the container that has a place, and the key there; a tuple of operands becomes a list first."""
+    if isinstance(place, tuple):
+        outer, key = slot(args, kwargs, place[0])
+        if not isinstance(outer[key], list):
+            outer[key] = list(outer[key])
+        return outer[key], place[1]
+    return (args if isinstance(place, int) else kwargs), place
+
+
+def operands_at(places: Sequence[Place], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what a call has at these places."""
+    found = []
+    for place in places:
+        outer = place[0] if isinstance(place, tuple) else place
+        value = args[outer] if isinstance(outer, int) else kwargs[outer]
+        found.append(value[place[1]] if isinstance(place, tuple) else value)
+    return found
+
+
+def with_operands(
+    places: Sequence[Place], operands: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call with other operands at these places."""
+    args, kwargs = list(args), dict(kwargs)
+    for outer in {place[0] for place in places if isinstance(place, tuple)}:
+        values, key = slot(args, kwargs, outer)
+        values[key] = list(values[key])  # the caller's own list stays as it is
+    for place, x in zip(places, operands, strict=True):
+        values, key = slot(args, kwargs, place)
+        values[key] = x
+    return args, kwargs
 
 
 class LocalCall(NamedTuple):
     """How a call of one form is made on local tensors.
 
     Attributes:
-        call: the function; it gets the arguments of the call with local tensors in place of sharded ones.
+        call: the function; it gets the arguments of the call with local tensors in place of sharded ones. It may return
+            NotImplemented, equally on all ranks: the call is then not local.
         layout: of the result, or of each result; None if every rank has the whole, which is a plain tensor.
-        sums: arguments (a position or a name) that are replicated and combined with sharded ones, and the ranks along
-            which their gradients are summed; None stands for the group itself.
+        sums: arguments that are replicated and combined with sharded ones, and the ranks along which their gradients
+            are summed; None stands for the group itself.
         moves: arguments that are redistributed first, from one layout to another; not used under `strict`, nor if
             operands differ in dtype, which decides the cheapest moves.
         is_view: the result is a view of the first argument.
@@ -55,10 +92,40 @@ class LocalCall(NamedTuple):
 
     call: Callable[..., Any]
     layout: Layout | None
-    sums: tuple[tuple[int | str, Group | None], ...] = ()
-    moves: tuple[tuple[int | str, Layout, Layout], ...] = ()
+    sums: tuple[tuple[Place, Group | None], ...] = ()
+    moves: tuple[tuple[Place, Layout | None, Layout | None], ...] = ()
     is_view: bool = False
     sized: Callable[[Any], Layout | None] | None = None
+
+    def on(self, given: list[Any], named: dict[str, Any], group: Group) -> Any:
+        """Make the call with these arguments, which have local tensors in place of sharded ones."""
+        self.move(given, named, group)
+        for place, subgroup in self.sums:
+            values, key = slot(given, named, place)
+            values[key] = collectives.sum_gradient(values[key], group if subgroup is None else subgroup)
+        result = self.call(*given, **named)
+        if result is NotImplemented:
+            return result
+        return wrapped(result, self.layout if self.sized is None else self.sized(result), group)
+
+    def move(self, given: list[Any], named: dict[str, Any], group: Group) -> None:
+        """Redistribute the arguments that need it, in place."""
+        for place, source, target in self.moves:
+            values, key = slot(given, named, place)
+            if source is None or target is None:
+                values[key] = arranged(values[key], source, target, group)
+            else:
+                values[key] = moved(values[key], source, target, group)
+
+
+def wrapped(result: Any, layout: Layout | None, group: Group) -> Any:
+    """Return the global tensor of a local result, or of several of one layout; see `LocalCall.layout`."""
+    if layout is None:
+        return result
+    if isinstance(result, torch.Tensor):
+        return wrap(result, layout, None, group)
+    parts = [wrap(part, layout, None, group) for part in result]
+    return type(result)(parts) if isinstance(result, tuple) else parts
 
 
 Decide = Callable[[tuple[Any, ...], dict[str, Any]], LocalCall | None]
@@ -130,108 +197,131 @@ def cached_call(func: Any, decide: Decide, handler: Callable[..., Any], name: st
         function, layout, sums, moves, is_view, sized = found[0]
         if is_view and args[0]._copied is not None:  # a view of a copy is a copy
             return handler(*args, **kwargs)
+        if moves and (
+            is_strict() or len({x.dtype for x in (*given, *named.values()) if isinstance(x, torch.Tensor)}) > 1
+        ):
+            return handler(*args, **kwargs)
         if moves:
-            if is_strict() or len({x.dtype for x in (*given, *named.values()) if isinstance(x, torch.Tensor)}) > 1:
-                return handler(*args, **kwargs)
-            for place, source, target in moves:
-                values: Any = given if isinstance(place, int) else named
-                values[place] = moved(values[place], source, target, group)
+            found[0].move(given, named, group)
         for place, subgroup in sums:
-            if isinstance(place, int):
-                given[place] = collectives.sum_gradient(given[place], group if subgroup is None else subgroup)
-            else:
-                named[place] = collectives.sum_gradient(named[place], group if subgroup is None else subgroup)
+            values: Any
+            values, at = (given, place) if isinstance(place, int) else slot(given, named, place)
+            values[at] = collectives.sum_gradient(values[at], group if subgroup is None else subgroup)
         result = function(*given, **named) if named else function(*given)
+        if result is NotImplemented:
+            cache[key] = (None, found[1])
+            return handler(*args, **kwargs)
         if sized is not None:
             layout = sized(result)
             cache[key] = (found[0]._replace(layout=layout, sized=None), found[1])
         if layout is None:
             return result
-        if isinstance(result, torch.Tensor):
-            return wrap(result, layout, None, group)
-        parts = [wrap(part, layout, None, group) for part in result]
-        return type(result)(parts) if isinstance(result, tuple) else parts
+        return wrap(result, layout, None, group) if isinstance(result, torch.Tensor) else wrapped(result, layout, group)
 
     return call
 
 
 def local_by(
     call: Callable[..., Any],
-    sharding: OpSharding | None,
+    sharding: OpSharding,
+    group: Group,
     operands: Sequence[torch.Tensor],
-    places: Sequence[int | str | None],
-    rule: Rule | None = None,
-) -> LocalCall | None:
+    places: Sequence[Place],
+) -> LocalCall:
     """Return the `LocalCall` for operands in the layouts of `sharding`; it redistributes operands in other layouts.
 
-    The call itself reduces partial sums; None if the output is partial in another way.
+    The result depends on layouts alone, so all ranks make a call in the same way, also those whose part is empty. The
+    call itself reduces partial results.
 
     Args:
         call: gets the arguments of the call with local tensors.
-        places: of the operands among the arguments: a position or a name; None for one inside a list.
-        rule: of the call, if a rank whose part is empty computes with one element more.
-
-        The result depends on layouts alone, so all ranks make a call in the same way, also those whose part is empty.
+        places: of the operands among the arguments.
     """
-    if sharding is None or any(op != "sum" for _, op in sharding.output.partial):
-        return None
-    if any(isinstance(x, ShardedTensor) and x._layout.partial for x in operands):
-        return None
-    group = next(x._group for x in operands if isinstance(x, ShardedTensor))
-    if len(sharding.output.ranks) != group.size:
-        return None
-    layouts = [sharding.output, *(need.layout for need in sharding.needs)]
-    if any(0 in layout.local_shape(group.rank) for layout in layouts):
-        call = on_nothing(call, None if None in places else rule, layouts[1:], places)
-    sums: list[tuple[int | str, Group | None]] = []
-    moves: list[tuple[int | str, Layout, Layout]] = []
+    sums: list[tuple[Place, Group | None]] = []
+    moves: list[tuple[Place, Layout | None, Layout | None]] = []
     for x, need, place in zip(operands, sharding.needs, places, strict=True):
-        if isinstance(x, ShardedTensor):
-            if x._layout != need.layout:
-                if place is None or not isinstance(x._layout, MeshLayout):
-                    return None  # boxes and ranges may have a handler of their own
-                moves.append((place, x._layout, need.layout))
-        elif need.layout.cut_dims:
-            return None
-        if need.grad_partial_axes:
-            if place is None:
-                return None
+        move = move_to(x, need.layout, group)
+        if move is not None:
+            moves.append((place, *move))
+        if need.grad_partial_axes and (len(need.layout.ranks) == group.size or x.requires_grad):
             subgroup = along(group, need.layout, need.grad_partial_axes)
             sums.append((place, None if subgroup is group else subgroup))
-    output = sharding.output
-    if output.partial:
-        call = summed(call, along(group, output, output.partial_axes))
-        output = sharding.reduced
-    return LocalCall(call, None if output.is_replicated else output, tuple(sums), tuple(moves))
+    call = reducing(call, sharding.output, group)
+    return LocalCall(call, None if sharding.reduced.is_replicated else sharding.reduced, tuple(sums), tuple(moves))
 
 
-def summed(call: Callable[..., Any], subgroup: Group) -> Callable[..., torch.Tensor]:
-    """Return a function that makes `call` and then sums its result over `subgroup`."""
+def run_by_rule(name: str, rule: Rule, operands: Sequence[torch.Tensor], compute: Callable[..., Any]) -> Any:
+    """Compute on the local operands and return the global result; None when the rule does not apply.
 
-    def call_and_sum(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return collectives.all_reduce(call(*args, **kwargs), subgroup)
+    All ranks of the operands' group call it.
 
-    return call_and_sum
+    Args:
+        name: of the operation, for messages.
+        rule: one letter for each dim of each operand.
+        operands: plain tensors (replicated) and sharded ones.
+        compute: gets the local tensors, in order, and returns the local result.
+
+    Returns:
+        A ShardedTensor; a plain tensor if every rank holds all of it; None if no operand is sharded over a grid.
+    """
+    chosen = chosen_sharding(name, rule, operands)
+    return None if chosen is None else run_as(*chosen, operands, compute)
 
 
-def on_nothing(
-    call: Callable[..., Any], rule: Rule | None, layouts: Sequence[MeshLayout], places: Sequence[int | str | None]
+def run_as(sharding: OpSharding, group: Group, operands: Sequence[torch.Tensor], compute: Callable[..., Any]) -> Any:
+    """Do the same as `run_by_rule`, in these layouts."""
+    places = range(len(operands))
+    found = local_by(on_empty(compute, None, sharding, group, places), sharding, group, operands, places)
+    return found.on(list(map(local_of, operands)), {}, group)
+
+
+def reducing(call: Callable[..., Any], output: MeshLayout, group: Group) -> Callable[..., Any]:
+    """Return a function that makes `call` and reduces its result, if it is partial."""
+    if not output.partial:
+        return call
+    subgroup = along(group, output, output.partial_axes)  # raises on all ranks where ranks outside cannot take part
+
+    def reduce(result: Any) -> Any:
+        if not isinstance(result, torch.Tensor):
+            return type(result)(map(reduce, result))
+        if len(output.ranks) == group.size and all(op == "sum" for _, op in output.partial):
+            return collectives.all_reduce(result, subgroup)
+        return reduce_local(result, output, group)
+
+    return lambda *args, **kwargs: reduce(call(*args, **kwargs))
+
+
+def on_empty(
+    call: Callable[..., Any],
+    rule: Rule | None,
+    sharding: OpSharding,
+    group: Group,
+    places: Sequence[Place],
+    *,
+    without: Sequence[int] = (),
 ) -> Callable[..., Any]:
-    """Return `call` for a rank whose part, or result, is empty: it runs the same nodes, in its operands' graph."""
+    """Return `call`; on a rank whose part, or result, is empty, one that runs the same nodes in its operands' graph.
 
-    def call_on_nothing(*args: Any, **kwargs: Any) -> Any:
-        if rule is None:
-            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            return computed(lambda *_: call(*args, **kwargs), tensors)
-        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    Args:
+        rule: of the call; None for one that torch computes on empty operands as on others.
+        without: the operands that it does not get.
+    """
+    if not any(
+        0 in layout.local_shape(group.rank) for layout in (sharding.output, *(x.layout for x in sharding.needs))
+    ):
+        return call
+    kept = [i for i in range(len(places)) if i not in without]
+    layouts, places = [sharding.needs[i].layout for i in kept], [places[i] for i in kept]
+    inner = None if rule is None else attrs.evolve(rule, inputs=tuple(rule.inputs[i] for i in kept))
 
+    def call_on_empty(*args: Any, **kwargs: Any) -> Any:
         def compute(*operands: torch.Tensor) -> Any:
-            values.update(zip(places, operands, strict=True))
-            return call(*(values[i] for i in range(len(args))), **{key: values[key] for key in kwargs})
+            given, named = with_operands(places, operands, args, kwargs)
+            return call(*given, **named)
 
-        return computed_alike(compute, rule, layouts, [values[place] for place in places])
+        return computed_alike(compute, inner, layouts, operands_at(places, args, kwargs))
 
-    return call_on_nothing
+    return call_on_empty
 
 
 def _read(x: Any, form: list[Any], group: Group | None) -> tuple[Any, Group | None]:
@@ -240,7 +330,7 @@ def _read(x: Any, form: list[Any], group: Group | None) -> tuple[Any, Group | No
     Appends the argument's part of the cache key to `form`.
     """
     kind = type(x)
-    if kind in SHARDED:
+    if kind in WRAPPER_CLASSES:
         if group is not None and x._group is not group:
             return _UNKNOWN, group
         form.append(id(x._layout))

@@ -12,18 +12,26 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn._reduction import legacy_get_string
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
-from shardtensor.ops.by_rule import Cut, by_rule, combines
+from shardtensor.ops.by_rule import LetterCut, by_rule, combines
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import check_ids, places
 from shardtensor.ops.pointwise import spread
 from shardtensor.ops.reductions import local_extreme
-from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.dispatch import implements, implements_each
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
+
+
+def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
+    """Return the reduction that torch's two older arguments mean, if they are given."""
+    is_old = size_average is not None or reduce is not None
+    return legacy_get_string(size_average, reduce, emit_warning=False) if is_old else reduction
+
 
 # -- softmax -----------------------------------------------------------------------------------------------------------
 
@@ -36,9 +44,9 @@ def _shifted(local: torch.Tensor, dim: int, subgroup: Group) -> torch.Tensor:
 
 
 @combines("exponentials")
-def exponentials(cut: Cut) -> torch.Tensor:
+def exponentials(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Compute softmax, log_softmax or softmin over a sharded dim."""
-    (local,), (d,) = cut.locals, cut.dims
+    (d,) = cut.dims
     dtype = cut.options.get("dtype")
     if isinstance(cut.options["_stacklevel"], torch.dtype):  # Tensor.softmax(dim, dtype)
         dtype = cut.options["_stacklevel"]
@@ -57,7 +65,7 @@ def exponentials(cut: Cut) -> torch.Tensor:
 
 
 @implements(F.cross_entropy)
-def cross_entropy(
+def _cross_entropy(
     input: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -68,7 +76,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Compute cross entropy of logits ``(n, c, ...)`` or ``(c,)`` with class indices ``(n, ...)`` or probabilities."""
-    reduction = _legacy(size_average, reduce, reduction)
+    reduction = _reduction(size_average, reduce, reduction)
     dim = 0 if input.dim() == 1 else 1
     if target.is_floating_point():
         probabilities = (
@@ -95,7 +103,7 @@ def nll_loss(
     reduction: str = "mean",
 ) -> torch.Tensor:
     """Return the negative log likelihood of class indices ``(n, ...)`` under log probabilities ``(n, c, ...)``."""
-    return _indexed("nll_loss", input, target, weight, ignore_index, _legacy(size_average, reduce, reduction), 0.0)
+    return _indexed("nll_loss", input, target, weight, ignore_index, _reduction(size_average, reduce, reduction), 0.0)
 
 
 def _indexed(
@@ -110,15 +118,12 @@ def _indexed(
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     if not (target.is_floating_point() or target.is_complex()) and x.dim():
-        check_ids(target, 0, x.shape[min(x.dim() - 1, 1)], _out_of_bounds, ignore_index)
+        count = x.shape[min(x.dim() - 1, 1)]
+        check_ids(target, 0, count, lambda found: IndexError(f"Target {found} is out of bounds."), ignore_index)
     options = {"ignore_index": ignore_index, "label_smoothing": smoothing, "with_weights": reduction == "mean"}
     found = _LOSSES[name](x, target, weight, **options)
     losses, shares = found if isinstance(found, tuple) else (found, found)
     return _reduced(losses, shares, reduction)
-
-
-def _out_of_bounds(target: int) -> Exception:
-    return IndexError(f"Target {target} is out of bounds.")
 
 
 def _losses(func: Any) -> Any:
@@ -147,9 +152,10 @@ _LOSSES = {"cross_entropy": _losses(F.cross_entropy), "nll_loss": _losses(F.nll_
 
 
 @combines("classes", blocks=True)
-def classes(cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
+def classes(
+    cut: LetterCut, local: torch.Tensor, labels: torch.Tensor, *rest: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the losses over sharded classes, and the weight of each in a mean; both are replicated."""
-    local, labels, *rest = cut.locals
     (dim,), (layout, *_), subgroup = cut.dims, cut.layouts, cut.subgroup
     ignore_index, smoothing = cut.options["ignore_index"], cut.options["label_smoothing"]
     is_logits = cut.name == "cross_entropy"
@@ -205,16 +211,9 @@ def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torc
 # -- elementwise losses ------------------------------------------------------------------------------------------------
 
 
-def _legacy(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
-    """Return the reduction that torch's two older arguments mean."""
-    if size_average is None and reduce is None:
-        return reduction
-    return "none" if reduce is False else "sum" if size_average is False else "mean"
-
-
 def _elementwise_loss(func: Callable[..., Any]) -> Callable[..., Any]:
     def handler(*args: Any, **kwargs: Any) -> Any:
-        reduction = _legacy(
+        reduction = _reduction(
             kwargs.pop("size_average", None), kwargs.pop("reduce", None), kwargs.pop("reduction", "mean")
         )
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
@@ -235,8 +234,8 @@ def _elementwise_loss(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _WEIGHTED_MEAN = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
-for _func in (
-    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy),
-    *(F.binary_cross_entropy_with_logits, F.kl_div, F.soft_margin_loss, F.poisson_nll_loss, F.hinge_embedding_loss),
-):
-    HANDLERS[_func] = _elementwise_loss(_func)
+implements_each(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy F.binary_cross_entropy_with_logits F.kl_div "
+    "soft_margin_loss F.poisson_nll_loss F.hinge_embedding_loss",
+    _elementwise_loss,
+)

@@ -7,9 +7,9 @@ functions (``multinomial``, ``normal`` of a sharded mean, ``bernoulli`` of shard
 gather, with the same guarantee.
 
 Of the functions in torch.nn.init, ``uniform_``, ``normal_``, ``constant_`` and ``kaiming_uniform_`` call a tensor's
-override. The handler runs their own body on a proxy without the override, so that every rank computes torch's bound
-from the global shape. The others (``xavier_*``, ``trunc_normal_``, ``orthogonal_``, ...) run their body on the
-ShardedTensor and need the operations in it, for example `torch.eye` into a given tensor.
+override. The handler runs their own body (`own_body`), so that every rank computes torch's bound from the global shape.
+The others (``xavier_*``, ``trunc_normal_``, ``orthogonal_``, ...) run their body on the ShardedTensor and need the
+operations in it, for example `torch.eye` into a given tensor.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.nn import init
 
 from shardtensor.tensor.copied import refuse_lost_write
-from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.dispatch import implements, implements_each, own_body
 from shardtensor.tensor.drawing import Sample, draw, memory_order
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced, wrap
 
 _UNUSED = torch.Generator()
-IN_PLACE = ("uniform_", "normal_", "exponential_", "bernoulli_", "random_", "cauchy_", "log_normal_", "geometric_")
 
 
 def draw_like(
@@ -69,9 +67,7 @@ def _fills(method: Callable[..., Any]) -> Callable[..., Any]:
     return handler
 
 
-for name in IN_PLACE:
-    method = getattr(torch.Tensor, name)
-    HANDLERS[method] = _fills(method)
+implements_each("uniform_ normal_ exponential_ bernoulli_ random_ cauchy_ log_normal_ geometric_", _fills)
 
 
 def refuse_leaf(x: ShardedTensor) -> None:
@@ -115,42 +111,18 @@ def _makes_like(sampler: Callable[..., Sample]) -> Callable[..., Any]:
     return handler
 
 
-def _uniform() -> Sample:
-    return lambda t, g: t.uniform_(generator=g)
-
-
-def _normal() -> Sample:
-    return lambda t, g: t.normal_(generator=g)
-
-
 def _integers(*bounds: Any, low: int = 0, high: int | None = None) -> Sample:
     bounds = (low, *bounds) if high is None else (low, *bounds, high)
     start, stop = map(int, bounds[-2:])
     return lambda t, g: t.random_(start, stop, generator=g)
 
 
-HANDLERS[torch.rand_like] = _makes_like(_uniform)
-HANDLERS[torch.randn_like] = _makes_like(_normal)
-HANDLERS[torch.randint_like] = _makes_like(_integers)
-
-
-@implements(torch.bernoulli, torch.Tensor.bernoulli)
-def bernoulli(x: ShardedTensor, p: Any = None, *, generator: torch.Generator | None = None, out: Any = None) -> Any:
-    """Draw 0 or 1: with probability `p` where it is a number, else with the elements of `x` as probabilities."""
-    if p is None or isinstance(p, torch.Tensor) or out is not None or not isinstance(x, ShardedTensor):
-        options = {"generator": generator} | ({} if out is None else {"out": out})
-        return fall_back(torch.bernoulli, (x,) if p is None else (x, p), options)
-    return _makes_like(lambda: lambda t, g: t.bernoulli_(p, generator=g))(x, generator=generator)
+implements(torch.rand_like)(_makes_like(lambda: lambda t, g: t.uniform_(generator=g)))
+implements(torch.randn_like)(_makes_like(lambda: lambda t, g: t.normal_(generator=g)))
+implements(torch.randint_like)(_makes_like(_integers))
 
 
 # -- dropout ---------------------------------------------------------------------------------------------------------
-
-
-@implements(F.dropout)
-def dropout(input: ShardedTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Zero elements by the mask that dense dropout draws, and scale the others."""
-    F.dropout(torch.empty(0), p, training)  # torch's own checks
-    return (drop_ if inplace else drop)(input, p, training)
 
 
 @implements(torch.dropout)
@@ -227,8 +199,7 @@ def _wrapped_like(local: torch.Tensor, x: ShardedTensor) -> ShardedTensor:
     return wrap(local, layout, x._spec if layout is x._layout else None, x._group)
 
 
-for _like in ("zeros_like", "ones_like", "empty_like", "full_like"):
-    HANDLERS[getattr(torch, _like)] = _filled(getattr(torch, _like))
+implements_each("zeros_like ones_like empty_like full_like", _filled)
 
 
 def _new(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,8 +216,7 @@ def _new(func: Callable[..., Any]) -> Callable[..., Any]:
     return handler
 
 
-for _func in (torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full):
-    HANDLERS[_func] = _new(_func)
+implements_each("new_zeros new_ones new_empty new_full", _new)
 
 
 @implements(torch.Tensor.new_tensor)
@@ -259,44 +229,13 @@ def new_tensor(input: ShardedTensor, data: Any, **kwargs: Any) -> torch.Tensor:
 # -- torch.nn.init -----------------------------------------------------------------------------------------------------
 
 
-INIT_FUNCTIONS = (init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_)
-
-
-class _Proxy:
-    """A proxy with the attributes of a ShardedTensor, except those with a double underscore."""
-
-    def __init__(self, tensor: ShardedTensor) -> None:
-        self._tensor = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._tensor, name)
-
-
-def _own_body(function: Callable[..., Any]) -> Callable[..., ShardedTensor]:
-    def handler(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-        function(_Proxy(tensor), *args, **kwargs)
-        return tensor
-
-    return handler
-
-
-for function in INIT_FUNCTIONS:
-    HANDLERS[function] = _own_body(function)
+implements_each((init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_), own_body)
 
 
 @implements(torch.eye)
-def eye(n: int, m: int | None = None, *, out: ShardedTensor, **options: Any) -> ShardedTensor:
-    """Write the identity into a ShardedTensor of its shape; each rank writes its own part. Sends nothing."""
+def eye(n: int, m: int | None = None, *, out: ShardedTensor, **options: Any) -> torch.Tensor:
+    """Write the identity into a ShardedTensor of its shape. Sends nothing."""
     shape = (n, n if m is None else m)
     if tuple(out.shape) != shape:
         raise RuntimeError(f"out has shape {tuple(out.shape)}; it cannot be resized to {shape} as it is sharded")
-    refuse_lost_write(out, "eye")
-    refuse_leaf(out)
-    rank, layout = out._group.rank, out._layout
-    local = torch.zeros(layout.local_shape(rank), dtype=out.dtype, device=out.device)
-    for here, there in zip(layout.local_boxes(rank), layout.boxes(rank), strict=True):
-        row, column = there.offsets
-        local[here.slices].view(there.sizes).diagonal(row - column).fill_(1)
-    return assign(out, local)
+    return out.copy_(torch.eye(*shape, dtype=out.dtype, device=out.device))

@@ -7,7 +7,7 @@ and Python numbers need no redistribution.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -15,16 +15,16 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import local_call_by_rule
-from shardtensor.ops.engine import group_of, redistributed, refuse_to_move, run, write_out
-from shardtensor.ops.local_call import cached_call
-from shardtensor.rules.propagate import OperandLayout, follow
+from shardtensor.ops.engine import arranged, group_of, move_to, refuse_to_move, write_out
+from shardtensor.ops.local_call import cached_call, run_by_rule
+from shardtensor.rules.propagate import follow
 from shardtensor.rules.rule import Rule
-from shardtensor.rules.table import ROWS, rule_of
+from shardtensor.rules.table import ROWS
 from shardtensor.tensor.copied import refuse_lost_write, version_of
-from shardtensor.tensor.dispatch import HANDLERS, functions_named, name_of, refuse_partial_write
+from shardtensor.tensor.dispatch import implements_each, name_of, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.move import along, part
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, reduced, wrap
 
 ELEMENTWISE = tuple(name for name, row in ROWS.items() if row.section.startswith("elementwise:"))
 NUMBERS = frozenset((int, float, bool, complex))
@@ -93,7 +93,7 @@ def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if kwargs.get("out") is not None:
         return write_out(lambda f, a, k: spread(f, a, k, name), func, args, kwargs)
     if kwargs.get("inplace"):
-        return write(func, args, kwargs)
+        return write_elementwise(func, args, kwargs)
     places: list[Any] = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
     names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     operands = [args[i] for i in places] + [kwargs[name] for name in names]
@@ -106,7 +106,11 @@ def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
     if any(type(value).__module__ == "numpy" and getattr(value, "ndim", 0) for value in args):
         return fall_back(func, args, kwargs)
-    out = broadcast(name_of(func), operands, compute, rule_for(name, tuple(x.shape for x in operands)))
+    rule = ROWS[name].rule(tuple(x.shape for x in operands))
+    if rule is None:
+        reduce(torch.add, (torch.empty(()).expand(x.shape) for x in operands))  # torch's error
+    assert rule is not None, "torch broadcasts these shapes"
+    out = broadcast(name_of(func), operands, compute, rule)
     return fall_back(func, args, kwargs) if out is None else out
 
 
@@ -117,7 +121,7 @@ def broadcast(name: str, operands: list[torch.Tensor], compute: Callable[..., An
         isinstance(x, ShardedTensor) and isinstance(x._layout, MeshLayout) and not x._layout.is_replicated
         for x in operands
     ):
-        return run(name, rule, operands, compute)
+        return run_by_rule(name, rule, operands, compute)
     base = next((x for x in listed if len(x.shape) == len(rule.output) and _fills(x, operands)), None)
     if base is None or not base.shape:
         return None
@@ -147,17 +151,6 @@ def beside(name: str, x: torch.Tensor, base: ShardedTensor) -> torch.Tensor:
     return part(x.expand(layout.shape), layout, group)
 
 
-def rule_for(name: str, shapes: tuple[tuple[int, ...], ...]) -> Rule:
-    """Return the rule of operands of these shapes; raise torch's error if they do not broadcast."""
-    rule = rule_of(name, shapes)
-    if rule is None:
-        total = torch.empty(()).expand(shapes[0])
-        for other in shapes[1:]:
-            total = total + torch.empty(()).expand(other)
-        raise AssertionError(f"torch broadcasts {shapes}")
-    return rule
-
-
 # -- in place ----------------------------------------------------------------------------------------------------------
 
 
@@ -165,19 +158,18 @@ def in_place(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return the handler of an elementwise function that writes into its first operand."""
 
     def handler(*args: Any, **kwargs: Any) -> Any:
-        return write(func, args, kwargs)
+        return write_elementwise(func, args, kwargs)
 
     return handler
 
 
-def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def write_elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func`, elementwise, in place on its first operand."""
     x = args[0]
     if not isinstance(x, ShardedTensor):
         return fall_back(func, args, kwargs)
-    if written_through(x, lambda row: func(row, *args[1:], **kwargs)):
+    if written_through(x, name_of(func), lambda row: func(row, *args[1:], **kwargs)):
         return x
-    refuse_lost_write(x, name_of(func))
     refuse_partial_write(x, name_of(func))
     refuse_expanded(x)
     _write(func, x, args, kwargs)
@@ -236,22 +228,28 @@ def _aligned(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
     layout = x._layout
     if not isinstance(layout, MeshLayout):
         return beside(name, other, x)
-    target = follow(layout, other.shape)
-    moves = isinstance(other, ShardedTensor) and other._layout != target and not other._layout.is_replicated
-    return redistributed(
-        name, other, OperandLayout(target, tuple(sorted({*layout.cut_axes} - {*target.cut_axes})), moves), x._group
-    )
+    target, group = follow(layout, other.shape), x._group
+    if isinstance(other, ShardedTensor) and other._layout != target and not other._layout.is_replicated:
+        refuse_to_move(name, other, target)
+    move, local = move_to(other, target, group), local_of(other)
+    local = local if move is None else arranged(local, *move, group)
+    axes = tuple(sorted({*layout.cut_axes} - {*target.cut_axes}))
+    return collectives.sum_gradient(local, along(group, target, axes)) if axes and local.requires_grad else local
 
 
-def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> bool:
-    """Write into the source of `input`; return False if `input` is no copy of indexed or transposed values.
+def written_through(input: torch.Tensor, name: str, change: Callable[[torch.Tensor], Any]) -> bool:
+    """Write into the source of `input`, a copy of indexed or transposed values; return False if it is no copy. Raise
+    RuleError for other copies, at operation `name`.
 
     ``x[0] += 1`` and ``weight[padding_idx].fill_(0)`` on rows that other ranks hold, ``x.T.div_(2)`` of a flat layout:
     this reads the values again, changes them and writes them back. All ranks of the group call it.
     """
     copied = input._copied if isinstance(input, ShardedTensor) else None
-    if copied is None or copied.again is None:
+    if copied is None:
         return False
+    if copied.again is None:
+        refuse_lost_write(input, name)
+    assert copied.again is not None
     read, write = copied.again
     changed = read().clone()
     change(changed)
@@ -265,28 +263,21 @@ def written_through(input: torch.Tensor, change: Callable[[torch.Tensor], Any]) 
 # -- registered --------------------------------------------------------------------------------------------------------
 
 for _name in ELEMENTWISE:
-    for _func in functions_named(_name):
-        HANDLERS[_func] = elementwise(_func, _name)
-    for _func in functions_named(f"{_name}_"):
-        HANDLERS[_func] = in_place(_func)
-for _name in "iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split():
-    if hasattr(torch.Tensor, f"__{_name}__"):
-        HANDLERS[getattr(torch.Tensor, f"__{_name}__")] = in_place(getattr(torch.Tensor, f"__{_name}__"))
+    implements_each(_name, partial(elementwise, name=_name))
+    implements_each(f"{_name}_", in_place)
+implements_each("iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor ilshift irshift", in_place)
 
 
 def _where(func: Any) -> Any:
     """Return the handler of ``where``, which with one argument is ``nonzero``."""
+    chosen = elementwise(func, "where")
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) == 1:
             return torch.nonzero(*args, *kwargs.values(), as_tuple=True)
-        return spread(func, args, kwargs, "where")
+        return chosen(*args, **kwargs)
 
-    def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if len(args) + len(kwargs) == 1 else local_call_by_rule(func, "where", args, kwargs)
-
-    return cached_call(func, decide, handler, "where")
+    return handler
 
 
-for _func in functions_named("where"):
-    HANDLERS[_func] = _where(_func)
+implements_each("where", _where)

@@ -14,20 +14,20 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
-from shardtensor.ops.by_rule import Cut, by_rule, combines
+from shardtensor.ops.by_rule import LetterCut, by_rule, combines
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import places
 from shardtensor.ops.pointwise import spread
-from shardtensor.tensor.dispatch import HANDLERS, functions_named
+from shardtensor.tensor.dispatch import implements_each
 from shardtensor.tensor.fallback import fall_back
 
 # -- sums and products -------------------------------------------------------------------------------------------------
 
 
-@combines("total", blocks=True, always=True)
-def total(cut: Cut) -> torch.Tensor:
+@combines("total", blocks=True)
+def total(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Compute ``sum`` and ``nansum``: one all-reduce of the result."""
-    local, dtype = cut.locals[0], cut.options.get("dtype")
+    dtype = cut.options.get("dtype")
     out_dtype = dtype or local.dtype
     add = torch.nansum if cut.name == "nansum" else torch.sum
     found = add(local, cut.dims, cut.keepdim, dtype=torch.float32 if out_dtype in HALF else dtype)
@@ -35,10 +35,10 @@ def total(cut: Cut) -> torch.Tensor:
     return found.to(out_dtype) if out_dtype in HALF else found
 
 
-@combines("mean", blocks=True, always=True)
-def mean(cut: Cut) -> torch.Tensor:
+@combines("mean", blocks=True)
+def mean(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Return the mean of all elements, not of the ranks' means: one all-reduce of the result."""
-    local, dtype = cut.locals[0], cut.options.get("dtype")
+    dtype = cut.options.get("dtype")
     out_dtype = dtype or local.dtype
     if not (out_dtype.is_floating_point or out_dtype.is_complex):
         return cut.compute(local)  # torch's error
@@ -46,27 +46,26 @@ def mean(cut: Cut) -> torch.Tensor:
     return (collectives.all_reduce(found, cut.subgroup) / cut.count).to(out_dtype)
 
 
-@combines("product", blocks=True, always=True)
-def product(cut: Cut) -> torch.Tensor:
+@combines("product", blocks=True)
+def product(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Gather the ranks' products and multiply them, so that gradients at zeros are right."""
-    local, dtype = cut.locals[0], cut.options.get("dtype")
+    dtype = cut.options.get("dtype")
     one = len(cut.dims) == 1
     found = torch.prod(local, cut.dims[0], cut.keepdim, dtype=dtype) if one else torch.prod(local, dtype=dtype)
     return gathered(found, cut.subgroup).prod(0, dtype=found.dtype)
 
 
-@combines("truth", blocks=True, always=True)
-def truth(cut: Cut) -> torch.Tensor:
+@combines("truth", blocks=True)
+def truth(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Compute ``any`` and ``all``: the sum and the product of bools, the maximum and the minimum of bytes."""
-    found = cut.func(cut.locals[0], cut.dims, cut.keepdim)
+    found = cut.func(local, cut.dims, cut.keepdim)
     of_bools, of_bytes = ("sum", "max") if cut.name == "any" else ("prod", "min")
     return cut.subgroup.all_reduce(found.clone(), of_bools if found.dtype == torch.bool else of_bytes)
 
 
 @combines("exponents", blocks=True)
-def exponents(cut: Cut) -> torch.Tensor:
+def exponents(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Compute ``logsumexp``: the ranks reduce the maximum and the sum, as in softmax."""
-    local = cut.locals[0]
     if local.is_complex():
         return NotImplemented
     local = local if local.is_floating_point() else local.to(torch.get_default_dtype())
@@ -78,7 +77,7 @@ def exponents(cut: Cut) -> torch.Tensor:
     return _shaped(found, cut).to(dtype)
 
 
-def _shaped(found: torch.Tensor, cut: Cut) -> torch.Tensor:
+def _shaped(found: torch.Tensor, cut: LetterCut) -> torch.Tensor:
     """Drop the reduced dims of a result, unless the call keeps them."""
     return found if cut.keepdim else found.squeeze(cut.dims)
 
@@ -86,10 +85,9 @@ def _shaped(found: torch.Tensor, cut: Cut) -> torch.Tensor:
 # -- variance ----------------------------------------------------------------------------------------------------------
 
 
-@combines("two_passes", blocks=True, always=True)
-def two_passes(cut: Cut) -> Any:
+@combines("two_passes", blocks=True)
+def two_passes(cut: LetterCut, local: torch.Tensor) -> Any:
     """Compute variance or standard deviation, perhaps with the mean: two all-reduces of the result."""
-    local = cut.locals[0]
     if not (local.is_floating_point() or local.is_complex()):
         return cut.compute(local)  # torch's error
     dim, correction = cut.options.get("dim"), cut.options.get("correction")
@@ -129,23 +127,23 @@ class Extreme(torch.autograd.Function):
 
 
 @combines("extreme", blocks=True)
-def extreme(cut: Cut) -> torch.Tensor:
+def extreme(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Compute ``amax`` and ``amin``, and ``max`` and ``min`` of all elements."""
     if not cut.count:
         torch.amax(torch.empty(cut.layouts[0].shape, device="meta"), cut.dims)  # torch's error
         return NotImplemented
-    return _shaped(Extreme.apply(cut.locals[0], cut.dims, cut.name in ("amax", "max"), cut.subgroup), cut)
+    return _shaped(Extreme.apply(local, cut.dims, cut.name in ("amax", "max"), cut.subgroup), cut)
 
 
 @combines("first_of_all", blocks=True)
-def first_of_all(cut: Cut) -> Any:
+def first_of_all(cut: LetterCut, local: torch.Tensor) -> Any:
     """Compute ``max`` and ``min`` along a dim with the first global index, and the ``arg`` forms."""
     largest, returns_index = cut.name.endswith("max"), cut.name.startswith("arg")
     if cut.options.get("dim") is None:
-        return NotImplemented if returns_index else extreme(cut)
+        return NotImplemented if returns_index else extreme(cut, local)
     if cut.layouts[0].is_replicated:
         return NotImplemented  # boxes and ranges: the global indices are not known here
-    (d,), layout, local = cut.dims, cut.layouts[0], cut.locals[0]
+    (d,), layout = cut.dims, cut.layouts[0]
     local = local.detach() if returns_index else local
     if not cut.count:
         cut.func(torch.empty(layout.shape, dtype=local.dtype), d)  # torch's error; on meta it has none
@@ -177,14 +175,14 @@ def _first_best(values: torch.Tensor, indices: torch.Tensor, largest: bool) -> t
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
-@combines("norms", blocks=True, always=True)
-def norms(cut: Cut) -> torch.Tensor:
+@combines("norms", blocks=True)
+def norms(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Compute vector norms: the norm of the ranks' norms, which keeps torch's gradient at 0."""
     ord = cut.options.get("ord", cut.options.get("p", 2))
     ord = 2 if ord is None or ord == "fro" else ord
     if (ord < 0 or math.isinf(ord)) and not cut.count:
-        return cut.compute(*cut.locals)  # torch's error for the extreme of an empty tensor
-    local = cut.locals[0] if cut.options.get("dtype") is None else cut.locals[0].to(cut.options["dtype"])
+        return cut.compute(local)  # torch's error for the extreme of an empty tensor
+    local = local if cut.options.get("dtype") is None else local.to(cut.options["dtype"])
     if math.isinf(ord):
         return _shaped(Extreme.apply(local.abs(), cut.dims, ord > 0, cut.subgroup), cut)
     if ord == 0:  # in the graph, as the norm of order 0 of each element
@@ -230,13 +228,13 @@ def local_extreme(t: torch.Tensor, dims: tuple[int, ...], largest: bool) -> torc
 # -- registered --------------------------------------------------------------------------------------------------------
 
 
-def _either(func: Any, name: str) -> Any:
+def _either(func: Any) -> Any:
     """Return the handler of ``max`` and ``min``, which are elementwise when given a second tensor."""
-    reduce = by_rule(func, name)
+    reduce = by_rule(func, func.__name__)
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         if (len(args) > 1 and isinstance(args[1], torch.Tensor)) or "other" in kwargs:
-            return spread(func, args, kwargs, f"{name}imum")
+            return spread(func, args, kwargs, f"{func.__name__}imum")
         return reduce(*args, **kwargs)
 
     return handler
@@ -260,8 +258,5 @@ def _vector(func: Any) -> Any:
     return handler
 
 
-for _func in (torch.norm, torch.Tensor.norm, torch.linalg.norm):
-    HANDLERS[_func] = _vector(_func)
-for _name in ("max", "min"):
-    for _func in functions_named(_name):
-        HANDLERS[_func] = _either(_func, _name)
+implements_each("norm linalg.norm", _vector)
+implements_each("max min", _either)

@@ -5,24 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
+import torch
 from torch.utils._pytree import tree_leaves
 
 from shardtensor.errors import RuleError
 from shardtensor.ops.by_rule import by_rule
 from shardtensor.rules.table import ROWS, Row, row_of
-from shardtensor.tensor.dispatch import HANDLERS, name_of
+from shardtensor.tensor.dispatch import implements, name_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 Function = Callable[..., Any]
 
 
-@overload
-def register_op(rule: str, /, combine: str = "", call: str = "") -> Callable[[Function], Function]: ...
-@overload
-def register_op(func: Function, rule: str, /, combine: str = "", call: str = "") -> Function: ...
-def register_op(*args: Any, combine: str = "", call: str = "") -> Any:
+def register_op(func: Any, rule: str = "", /, combine: str = "", call: str = "") -> Any:
     """Give an operation a row in the rule table, so that it works on ShardedTensors, forward and backward.
 
     Called with a function, or used as a decorator. The operation then gets the local tensors of its operands,
@@ -52,9 +49,8 @@ def register_op(*args: Any, combine: str = "", call: str = "") -> Any:
         >>> scores(torch.ones(2, 3), keys).full_tensor().shape
         torch.Size([2, 5])
     """
-    if len(args) == 1 and isinstance(args[0], str):
-        return lambda func: register_op(func, args[0], combine=combine, call=call)
-    func, rule = args
+    if isinstance(func, str):
+        return lambda function: register_op(function, func, combine=combine, call=call)
     name = name_of(func)
     is_own = inspect.isfunction(func) and not str(func.__module__).startswith("torch.")
     key = f"{func.__module__}.{func.__qualname__}" if is_own else name
@@ -65,7 +61,7 @@ def register_op(*args: Any, combine: str = "", call: str = "") -> Any:
     ROWS[key] = row
     handler = _with_operand_check(by_rule(func, key), name, row)
     if not is_own:
-        HANDLERS[func] = handler
+        implements(func)(handler)
         return func
 
     @functools.wraps(func)
@@ -109,8 +105,6 @@ def _with_operand_check(handler: Function, name: str, row: Row) -> Function:
 
     @functools.wraps(handler)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        import torch
-
         tensors = sum(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values()))
         if tensors - isinstance(kwargs.get("out"), torch.Tensor) > len(pattern.sides) and not pattern.is_elementwise:
             raise RuleError(

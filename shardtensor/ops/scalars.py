@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.dispatch import implements, implements_each, own_body
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
@@ -20,10 +20,10 @@ def _of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
     return handler
 
 
-for _name in "item __float__ __int__ __index__ __complex__".split():
-    HANDLERS[getattr(torch.Tensor, _name)] = _of_whole(getattr(torch.Tensor, _name))
+implements_each("item __float__ __int__ __index__ __complex__", _of_whole)
 
 
+@implements(torch.Tensor.__bool__, torch.Tensor.__nonzero__, torch.Tensor.is_nonzero, torch.is_nonzero)
 def bool_value(input: ShardedTensor) -> bool:
     """Return the one element as a bool."""
     if input.numel() != 1:
@@ -32,30 +32,13 @@ def bool_value(input: ShardedTensor) -> bool:
     return bool(input.full_tensor().item())
 
 
-for _func in (torch.Tensor.__bool__, torch.Tensor.__nonzero__, torch.Tensor.is_nonzero, torch.is_nonzero):
-    HANDLERS[_func] = bool_value
-
-
 @implements(torch.Tensor.tolist)
 def tolist(input: ShardedTensor) -> Any:
     """Return the whole tensor as nested lists, on every rank."""
     return input.full_tensor().tolist()
 
 
-@implements(torch.Tensor.__iter__)
-def iterate(input: ShardedTensor) -> Iterator[torch.Tensor]:
-    """Iterate over the first dim."""
-    if not input.dim():
-        raise TypeError("iteration over a 0-d tensor")
-    return iter(input.unbind(0))
-
-
-@implements(torch.Tensor.__contains__)
-def contains(input: ShardedTensor, element: Any) -> bool:
-    """Return whether any element equals `element`."""
-    if not isinstance(element, torch.Tensor | int | float | complex | bool):
-        return torch.empty(0).__contains__(element)  # torch's error
-    return bool((input == element).any())
+implements_each([torch.Tensor.__iter__, torch.Tensor.__contains__], own_body)
 
 
 @implements(torch.Tensor.__format__)

@@ -1,8 +1,7 @@
 """Views: a view of a ShardedTensor is a view of its local tensor, so a write into one is visible in the other.
 
 If elements must be sent, a view gathers (the fallback) and the result is a *copy* (`tensor.copied`): in-place writes
-to it raise, because the dense program would write into the source. Repeats use ``cat``, ``reshape`` and ``expand``,
-which have rows.
+to it raise, because the dense program would write into the source.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import Any
 
 import torch
 
-from shardtensor.layout.layout import Layout, MeshLayout
+from shardtensor.layout.layout import Layout, MeshLayout, replicated
 from shardtensor.ops.engine import on_grid
-from shardtensor.ops.local_call import LocalCall, cached_call
+from shardtensor.ops.local_call import LocalCall, cached_call, wrapped
 from shardtensor.rules.rule import one_dim
 from shardtensor.rules.views import expanded, permuted, repeated, reshaped
-from shardtensor.tensor.dispatch import HANDLERS, functions_named, implements, name_of
+from shardtensor.tensor.dispatch import bare_name, implements, implements_each, name_of
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, reduced, view_of, wrap
 
@@ -67,56 +66,51 @@ def order_of(func: Any, ndim: int, arguments: tuple[Any, ...]) -> tuple[int, ...
 def _permuting(func: Any) -> Callable[..., Any]:
     names = ("dim0", "dim1", "axis0", "axis1", "source", "destination", "dims")
 
+    def order(x: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        values = [*args, *(kwargs[name] for name in names if name in kwargs)]
+        return order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in values))
+
     def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(input, ShardedTensor):
             return fall_back(func, (input, *args), kwargs)
         x = to_view(input)
-        values = [*args, *(kwargs[name] for name in names if name in kwargs)]
-        order = order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in values))
-        if not isinstance(x._layout, MeshLayout):
-            result = copied(func, (input, *args), kwargs)
-            inverse = sorted(range(x.dim()), key=order.__getitem__)
-            again = (
-                lambda: func(input, *args, **kwargs),
-                lambda changed: input.copy_(changed.permute(inverse)),
-            )
-            result._copied = result._copied._replace(again=again)
-            return result
-        return view(x, func(x._local, *args, **kwargs), permuted(x._layout, order))
+        if isinstance(x._layout, MeshLayout):
+            return view(x, func(x._local, *args, **kwargs), permuted(x._layout, order(x, args, kwargs)))
+        there, result = order(x, args, kwargs), copied(func, (input, *args), kwargs)
+        back = sorted(range(x.dim()), key=there.__getitem__)
+        again = (lambda: func(input, *args, **kwargs), lambda changed: input.copy_(changed.permute(back)))
+        result._copied = result._copied._replace(again=again)
+        return result
 
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
         x = args[0] if args else None
         if kwargs or not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, MeshLayout):
             return None
-        order = order_of(func, x.dim(), tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in args[1:]))
-        return local_view(func, x, permuted(x._layout, order))
+        return local_view(func, x, permuted(x._layout, order(x, args[1:], {})))
 
     return cached_call(func, decide, handler)
 
 
-for _name in "transpose swapaxes swapdims movedim moveaxis permute t adjoint".split():
-    for _func in functions_named(_name):
-        HANDLERS[_func] = _permuting(_func)
-for _name in "T mT H mH".split():
-    _func = getattr(torch.Tensor, _name).__get__
-    HANDLERS[_func] = _permuting(_func)
+implements_each("transpose swapaxes swapdims movedim moveaxis permute t adjoint T mT H mH", _permuting)
 
 
 # -- other shapes, the same elements -----------------------------------------------------------------------------------
 
 
-def to_shape(func: Any, x: ShardedTensor, shape: tuple[int, ...], args: tuple[Any, ...]) -> torch.Tensor:
-    """Return a view of `x` of another global shape with as many elements; run `func` with `args` if it must gather."""
-    x = to_view(x)
-    if tuple(x.shape) == shape:
-        return view(x, x._local.view_as(x._local), x._layout)
-    if isinstance(x._layout, MeshLayout):
-        if 0 in x._layout.shape and len(x._layout.ranks) == x._group.size:
-            return x._local.reshape(shape)  # no rank holds an element
-        layout = reshaped(x._layout, shape)
-        if layout is not None:
-            return view(x, x._local.reshape(layout.local_shape(x._group.rank)), layout)
-    return copied(func, args, {})
+def _to_shape(x: ShardedTensor, shape: tuple[int, ...]) -> tuple[Callable[..., torch.Tensor], Layout] | None:
+    """Return a view of local tensors, and its layout, for a view of another global shape; None if it must gather."""
+    layout = x._layout
+    if layout.shape == shape:
+        return lambda local, *_: local.view_as(local), layout
+    if not isinstance(layout, MeshLayout):
+        return None
+    if 0 in shape and len(layout.ranks) == x._group.size:  # no rank holds an element
+        return lambda local, *_: local.reshape(shape), replicated(shape, layout.ranks, layout.grid)
+    found = reshaped(layout, shape)
+    if found is None:
+        return None
+    sizes = found.local_shape(x._group.rank)
+    return lambda local, *_: local.reshape(sizes), found
 
 
 @lru_cache(maxsize=4096)
@@ -140,30 +134,24 @@ def _reshaping(func: Any) -> Callable[..., Any]:
             shape = tuple(func(torch.empty(input.shape, device="meta"), *args, **kwargs).shape)
         else:
             shape = _target(func, tuple(input.shape), values)
-        return to_shape(torch.reshape, input, shape, (input, shape))
+        x = to_view(input)
+        found = _to_shape(x, shape)
+        return copied(torch.reshape, (input, shape), {}) if found is None else view(x, found[0](x._local), found[1])
 
     def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:
         x = args[0] if args else None
         values = tuple(tuple(v) if isinstance(v, list | tuple) else v for v in args[1:])
-        if kwargs or not isinstance(x, ShardedTensor) or x._layout.partial or not isinstance(x._layout, MeshLayout):
+        if kwargs or not isinstance(x, ShardedTensor) or x._layout.partial:
             return None
-        if any(isinstance(v, torch.Tensor | torch.dtype) for v in values) or 0 in x._layout.shape:
+        if any(isinstance(v, torch.Tensor | torch.dtype) for v in values):
             return None
-        shape = _target(func, tuple(x.shape), values)
-        if shape == x._layout.shape:
-            return local_view(lambda local, *_: local.view_as(local), x, x._layout)
-        layout = reshaped(x._layout, shape)
-        if layout is None:
-            return None
-        sizes = layout.local_shape(x._group.rank)
-        return local_view(lambda local, *_: local.reshape(sizes), x, layout)
+        found = _to_shape(x, _target(func, tuple(x.shape), values))
+        return None if found is None else local_view(found[0], x, found[1])
 
     return cached_call(func, decide, handler)
 
 
-for _name in "view reshape flatten unflatten ravel squeeze unsqueeze".split():
-    for _func in functions_named(_name):
-        HANDLERS[_func] = _reshaping(_func)
+implements_each("view reshape flatten unflatten ravel squeeze unsqueeze", _reshaping)
 
 
 @implements(torch.Tensor.view_as, torch.Tensor.reshape_as)
@@ -194,15 +182,10 @@ def expand_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return input.expand(other.shape)
 
 
-def _keeps_layout(func: Any) -> Callable[..., Any]:
-    def handler(input: ShardedTensor, **kwargs: Any) -> ShardedTensor:
-        return wrap(func(input._local, **kwargs), input._layout, input._spec, input._group)
-
-    return handler
-
-
-for _func in (torch.clone, torch.Tensor.clone):
-    HANDLERS[_func] = _keeps_layout(_func)
+@implements(torch.clone, torch.Tensor.clone)
+def clone(input: ShardedTensor, **kwargs: Any) -> ShardedTensor:
+    """Copy each local tensor; the copy has the same layout."""
+    return wrap(input._local.clone(**kwargs), input._layout, input._spec, input._group)
 
 
 @implements(torch.detach, torch.Tensor.detach)
@@ -220,7 +203,7 @@ def contiguous(input: ShardedTensor, memory_format: torch.memory_format = torch.
 
 def _part_of_complex(func: Any) -> Callable[..., Any]:
     def handler(input: ShardedTensor) -> torch.Tensor:
-        if func is torch.real and not input.is_complex():
+        if bare_name(func) == "real" and not input.is_complex():
             return input
         x = to_view(input)
         return view(x, func(x._local), x._layout)
@@ -228,120 +211,37 @@ def _part_of_complex(func: Any) -> Callable[..., Any]:
     return handler
 
 
-for _func in (torch.real, torch.imag):
-    for _overload in (_func, getattr(torch.Tensor, _func.__name__).__get__):
-        HANDLERS[_overload] = _part_of_complex(_func)
+implements_each("real imag", _part_of_complex)
+implements_each(
+    "tensor_split hsplit vsplit dsplit view_as_real view_as_complex as_strided squeeze_copy diagonal Tensor.unfold",
+    lambda func: lambda *args, **kwargs: copied(func, args, kwargs),
+)
 
 
-def _gathering(func: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: copied(func, args, kwargs)
-
-
-_OTHER_VIEWS = "tensor_split hsplit vsplit dsplit view_as_real view_as_complex as_strided squeeze_copy diagonal unfold"
-for _name in _OTHER_VIEWS.split():
-    for _func in functions_named(_name):
-        HANDLERS.setdefault(_func, _gathering(_func))
-
-
-# -- repeats, and what is made of other views --------------------------------------------------------------------------
-
-
-def _counts(times: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    given = next(iter(kwargs.values())) if kwargs else times
-    return tuple(given[0]) if len(given) == 1 and not isinstance(given[0], int) else tuple(given)
-
-
-@implements(torch.tile, torch.Tensor.tile)
-def tile(input: torch.Tensor, *times: Any, **kwargs: Any) -> torch.Tensor:
-    """Run ``repeat``; leading dims may be left out."""
-    counts = _counts(times, kwargs)
-    return repeat(input, (1,) * (input.dim() - len(counts)) + counts)
+# -- repeats -----------------------------------------------------------------------------------------------------------
 
 
 @implements(torch.Tensor.repeat)
-def repeat(input: torch.Tensor, *times: Any, **kwargs: Any) -> torch.Tensor:
-    """Repeat dims, with new ones in front; a sharded dim is concatenated with itself."""
-    counts = _counts(times, kwargs)
+def repeat(input: ShardedTensor, *times: Any, **kwargs: Any) -> torch.Tensor:
+    """Repeat dims, with new ones in front; a sharded dim that is repeated gathers."""
+    counts = next(iter(kwargs.values())) if kwargs else times
+    counts = tuple(counts[0]) if len(counts) == 1 and not isinstance(counts[0], int) else tuple(counts)
     torch.empty(input.shape, device="meta").repeat(counts)  # torch's errors
-    if not isinstance(input, ShardedTensor):
-        return input.repeat(counts)
     x = reduced(input)
-    if not isinstance(x._layout, MeshLayout):
-        there = on_grid("repeat", x)
-        x = x if there is None else there
-    if not isinstance(x._layout, MeshLayout):
+    layout = repeated(x._layout, counts) if isinstance(x._layout, MeshLayout) else None
+    if layout is None or (layout.is_replicated and not layout.is_whole_on_all(x._group.size)):
         return fall_back(torch.Tensor.repeat, (input, *counts), {})
-    if x._layout.is_whole_on_all(x._group.size):
-        return x._local.repeat(counts)
-    new = len(counts) - x.dim()
-    for d in x._layout.cut_dims:
-        if counts[new + d] > 1:
-            joined = torch.cat([x] * counts[new + d], d)
-            return repeat(joined, tuple(1 if k == new + d else c for k, c in enumerate(counts)))
-    layout = None if x._layout.is_replicated else repeated(x._layout, counts)
-    if layout is None:
-        return fall_back(torch.Tensor.repeat, (input, *counts), {})
-    return wrap(x._local.repeat(counts), layout, None, x._group)
+    return wrapped(x._local.repeat(counts), None if layout.is_replicated else layout, x._group)
 
 
 @implements(torch.repeat_interleave, torch.Tensor.repeat_interleave)
 def repeat_interleave(
     input: torch.Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
 ) -> torch.Tensor:
-    """Repeat every index of a dim: by one number without communication, by a vector with ``index_select``."""
-    if dim is None:
-        input, dim = input.reshape(-1), 0
-    d = one_dim(input.dim(), dim)
-    if isinstance(repeats, torch.Tensor):
-        if not repeats.dim() or repeats.numel() == 1:
-            repeats = int(repeats)
-        else:
-            repeats = repeats.full_tensor() if hasattr(repeats, "full_tensor") else repeats
-            places = torch.arange(input.shape[d], device=repeats.device)
-            return input.index_select(d, places.repeat_interleave(repeats, output_size=output_size))
-    if not input.dim() or repeats < 0:
+    """Repeat every index of a dim by one number, without communication."""
+    if dim is None or isinstance(repeats, torch.Tensor) or not input.dim() or repeats < 1:
         return fall_back(torch.repeat_interleave, (input, repeats, dim), {"output_size": output_size})
-    shape = list(input.shape)
+    d, shape = one_dim(input.dim(), dim), list(input.shape)
     shape.insert(d + 1, repeats)
-    # A copy, as in torch: the result for one element, or none, would be a view.
-    repeated = input.unsqueeze(d + 1).expand(shape).clone(memory_format=torch.contiguous_format).flatten(d, d + 1)
-    return repeated if repeats else input.narrow(d, 0, 0).clone()
-
-
-@implements(torch.atleast_1d)
-def atleast_1d(*tensors: Any) -> Any:
-    """Return tensors of at least one dim."""
-    return _each(tensors, lambda x: x if x.dim() else x.reshape(1))
-
-
-@implements(torch.atleast_2d)
-def atleast_2d(*tensors: Any) -> Any:
-    """Return tensors of at least two dims."""
-    return _each(tensors, lambda x: x if x.dim() > 1 else x.reshape(1, -1) if x.dim() else x.reshape(1, 1))
-
-
-def _each(tensors: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
-        return change(tensors[0])
-    return tuple(map(change, tensors[0] if len(tensors) == 1 else tensors))
-
-
-@implements(torch.hstack)
-def hstack(tensors: Sequence[torch.Tensor], *, out: Any = None) -> torch.Tensor:
-    """Concatenate along the second dim, vectors along the first."""
-    parts = atleast_1d(*tensors) if len(tensors) > 1 else (atleast_1d(tensors[0]),)
-    return torch.cat(parts, 0 if parts[0].dim() == 1 else 1, out=out)
-
-
-@implements(torch.vstack)
-def vstack(tensors: Sequence[torch.Tensor], *, out: Any = None) -> torch.Tensor:
-    """Concatenate rows along the first dim."""
-    return torch.cat([atleast_2d(x) for x in tensors], 0, out=out)
-
-
-@implements(torch.broadcast_tensors)
-def broadcast_tensors(*tensors: Any) -> tuple[torch.Tensor, ...]:
-    """Expand all tensors to one shape."""
-    tensors = tuple(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor) else tensors
-    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
-    return tuple(x.expand(shape) for x in tensors)
+    # A copy, as in torch: the result for one element would be a view.
+    return input.unsqueeze(d + 1).expand(shape).clone(memory_format=torch.contiguous_format).flatten(d, d + 1)

@@ -107,7 +107,7 @@ cosine_similarity    | ... [!d], ... [!d] -> ...               |              | 
 bucketize            | ..., !b -> ...                          |              | input, boundaries
 searchsorted         | !b, ... -> ...                          |              | sorted_sequence, input
 isin                 | ..., !t -> ...                          |              | elements, test_elements
-einsum tensordot     | @rule.einsum_rule
+einsum               | @rule.einsum_rule
 
 # norms: local over unsharded dims, two passes over sharded ones
 
@@ -191,7 +191,7 @@ view reshape flatten unflatten ravel
 transpose swapaxes swapdims movedim
   moveaxis permute t adjoint T mT H mH     | @views.permuted
 expand broadcast_to expand_as              | @views.expanded
-repeat tile                                | @views.repeated
+repeat                                     | @views.repeated
 tensor_split hsplit vsplit dsplit          | @indexing.indexing
 Tensor.__getitem__ narrow select split
   split_with_sizes chunk unbind            | @indexing.indexing
@@ -234,7 +234,7 @@ class Row:
     reason: str = ""
 
     def rule(self, shapes: tuple[Shape | None, ...], dims: tuple[int, ...] = (), keepdim: bool = False) -> Rule | None:
-        """Return the rule for operands of these shapes; None if they do not fit."""
+        """Return the rule for operands of these shapes; None if they do not fit. Cached; see `Pattern.bind`."""
         return None if self.pattern is None else self.pattern.bind(shapes, dims, keepdim)
 
     @property
@@ -286,22 +286,6 @@ def read_table(text: str) -> dict[str, Row]:
 _TABLE = read_table(TABLE)
 ROWS = dict(_TABLE)
 """The row of each name. `shardtensor.register_op` adds rows."""
-
-
-def rule_of(
-    name: str, shapes: tuple[Shape | None, ...], dims: tuple[int, ...] = (), keepdim: bool = False
-) -> Rule | None:
-    """Return the rule of an operation for operands of these shapes; None if they do not fit. Cached.
-
-    Args:
-        shapes: of the operands in order; None for an operand that the call does not pass.
-        dims: the dims that the call selects, counted from the front, sorted.
-
-    Example:
-        >>> str(rule_of("matmul", ((5, 2, 3), (3, 4))))
-        '.0 m k, k n -> .0 m n'
-    """
-    return ROWS[name].rule(shapes, dims, keepdim)
 
 
 def rows() -> tuple[Row, ...]:

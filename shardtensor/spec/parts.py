@@ -124,9 +124,7 @@ class Cut:
     axes: tuple[str, ...] = attrs.field(converter=axis_tuple)
     unit: int = attrs.field(default=1, converter=lambda value: whole_number(value, "unit", 1))
     blocks: int | tuple[int, ...] = attrs.field(default=1, converter=_blocks)
-    pad: int | None = attrs.field(
-        default=None, converter=lambda value: None if value is None else whole_number(value, "pad", 1)
-    )
+    pad: int | None = attrs.field(default=None, converter=_pad)
     balanced: bool = attrs.field(default=False, converter=bool)
     sizes: tuple[int, ...] | None = attrs.field(default=None, converter=optional_sizes)
 

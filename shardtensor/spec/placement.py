@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -306,10 +306,7 @@ class Placements(Sequence[Placement]):
             runs = places.runs
         else:
             runs = _fold([places] if isinstance(places, str) else places)
-        starts, length = [], 0
-        for run in runs:
-            starts.append(length)
-            length += run.count
+        *starts, length = accumulate((run.count for run in runs), initial=0)
         if length > MAX_PLACEMENTS:
             raise SpecError(f"more than {MAX_PLACEMENTS} placements", fix="name fewer ranks", code="E501")
         self.__attrs_init__(runs, _ranks(runs), tuple(starts), length, hash(runs))

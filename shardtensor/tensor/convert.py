@@ -27,7 +27,7 @@ from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, 
 from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor import placing
-from shardtensor.tensor.dispatch import HANDLERS, implements
+from shardtensor.tensor.dispatch import implements, implements_each, own_body
 from shardtensor.tensor.gradient import gradient_of
 from shardtensor.tensor.placing import moved
 from shardtensor.tensor.sharded_tensor import ShardedTensor, reduced, view_of, wrap
@@ -104,16 +104,13 @@ def cuda(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     return wrap(found._local, found._layout, found._spec, found._group) if found is tensor else found
 
 
+implements(torch.Tensor.type_as)(to)
 for name, handler in (("to", to), ("cpu", _short_form(torch.Tensor.cpu)), ("cuda", cuda)):
-    HANDLERS[getattr(torch.Tensor, name)] = handler
+    implements(getattr(torch.Tensor, name))(handler)
     setattr(ShardedTensor, name, handler)  # torch's own methods take no process_group=
 
-SHORT_FORMS = """
-half float double bfloat16 cfloat cdouble chalf byte char short int long bool pin_memory
-"""
-for _name in SHORT_FORMS.split():
-    if hasattr(torch.Tensor, _name):
-        HANDLERS[getattr(torch.Tensor, _name)] = _short_form(getattr(torch.Tensor, _name))
+_SHORT = "half float double bfloat16 cfloat cdouble chalf byte char short int long bool pin_memory"
+implements_each([getattr(torch.Tensor, name) for name in _SHORT.split()], _short_form)
 
 
 @implements(torch.Tensor.type)
@@ -122,12 +119,6 @@ def type_(tensor: ShardedTensor, dtype: Any = None, non_blocking: bool = False, 
     if dtype is None:
         return tensor._local.type()
     return converted(tensor, lambda local: local.type(dtype, non_blocking=non_blocking), tensor._group)
-
-
-@implements(torch.Tensor.type_as)
-def type_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Run ``Tensor.type_as``: convert to the dtype and device of `other`."""
-    return to(tensor, dtype=other.dtype, device=other.device)
 
 
 def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor:
@@ -153,10 +144,7 @@ def set_(tensor: torch.Tensor, source: Any = None, *place: Any) -> ShardedTensor
 ShardedTensor.set_ = set_  # type: ignore[method-assign,assignment]  # torch calls no override for it
 
 
-@implements(torch.Tensor.module_load)
-def module_load(tensor: torch.Tensor, other: torch.Tensor, assign: bool = False) -> torch.Tensor:
-    """Return the tensor that replaces `tensor` in a module that loads `other`: see torch's ``module_load``."""
-    return other.detach() if assign else tensor.copy_(other).detach()
+implements(torch.Tensor.module_load)(own_body(torch.Tensor.module_load))
 
 
 @implements(torch._has_compatible_shallow_copy_type)
@@ -240,7 +228,7 @@ def shallow_copy(tensor: ShardedTensor) -> ShardedTensor:
     return copied
 
 
-def deep_copy(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
+def deepcopy_tensor(tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
     """Return an independent copy on the same ranks: own bytes, own attributes; ties within one deepcopy stay ties.
     As in torch, the gradient of a plain tensor is copied, not that of a parameter; hooks are not copied."""
     if id(tensor) in memo:
@@ -277,7 +265,7 @@ def copy_of_leaf(local: torch.Tensor, memo: dict[int, Any], *, with_grad: bool =
 
 
 ShardedTensor.__copy__ = shallow_copy  # type: ignore[attr-defined]
-ShardedTensor.__deepcopy__ = deep_copy  # type: ignore[method-assign,assignment]
+ShardedTensor.__deepcopy__ = deepcopy_tensor  # type: ignore[method-assign,assignment]
 
 
 PICKLED_AS_TEXT = (Spec, Replicate, ChunkShardingSpec, GridShardingSpec, EnumerableShardingSpec)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -42,19 +44,44 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
     return register
 
 
-def functions_named(name: str) -> list[Any]:
-    """Return the functions of this name that exist: ``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``F.add``."""
-    places = [(torch, name), (torch.Tensor, name), (torch.Tensor, f"__{name}__"), (F, name), (torch.special, name)]
-    return [getattr(place, key) for place, key in places if hasattr(place, key)]
+def implements_each(functions: str | Iterable[Any], make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Register ``make(function)`` as the handler of each function; a text has names, see `resolve`."""
+    if isinstance(functions, str):
+        functions = [function for name in functions.split() for function in resolve(name)]
+    for function in functions:
+        HANDLERS[function] = make(function)
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_UNCHECKED = dict.fromkeys(_CHECKS, _never)
+# what torch.nn.init asks is an attribute of torch
+_TORCH = SimpleNamespace(**{**vars(torch), "overrides": SimpleNamespace(**_UNCHECKED)})
+
+
+def own_body(func: Any) -> Callable[..., Any]:
+    """Return a copy of a Python function of torch that does not look for a handler of its operands."""
+    copy = FunctionType(
+        func.__code__, {**func.__globals__, **_UNCHECKED, "torch": _TORCH}, func.__name__, func.__defaults__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
 
 
 def resolve(name: str) -> list[Any]:
-    """Return the functions of a rule table's name: one if it has an owner (``F.embedding``), else `functions_named`."""
-    owner, dot, last = name.rpartition(".")
-    if not dot:
-        return functions_named(name)
-    place = {"F": F, "Tensor": torch.Tensor}.get(owner) or getattr(torch, owner)
-    return [getattr(place, last)] if hasattr(place, last) else []
+    """Return torch's functions, methods and getters of a name: one if it has an owner (``F.embedding``), else all that
+    exist: ``torch.add``, ``Tensor.add``, ``Tensor.__add__``, ``F.add``, ``torch.special.add``."""
+    owner, _, last = name.rpartition(".")
+    places: list[Any] = [{"F": F, "Tensor": torch.Tensor}.get(owner) or getattr(torch, owner)] if owner else [
+        torch, torch.Tensor, F, torch.special
+    ]  # fmt: skip
+    found = [getattr(place, last, None) for place in places]
+    found += [] if owner else [getattr(torch.Tensor, f"__{name}__", None)]
+    found = [getattr(each, "__get__", None) if inspect.isdatadescriptor(each) else each for each in found]
+    return [each for each in found if callable(each)]
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from shardtensor.tensor.copied import refuse_lost_write
 from shardtensor.tensor.dispatch import ANY_OTHER, bare_name, implements, name_of, refuse_partial_write, warn_of_gather
 from shardtensor.tensor.drawing import agree_on_state, default_generator
 from shardtensor.tensor.move import part
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap
+from shardtensor.tensor.sharded_tensor import WRAPPER_CLASSES, ShardedTensor, local_of, wrap
 
 SHOWS_MEMORY = frozenset(
     """
@@ -198,9 +198,6 @@ def _with_one_random_stream(compute: Any, first: ShardedTensor, generator: torch
     return compute()
 
 
-WRAPPERS: set[type] = {ShardedTensor}
-"""Classes of sharded tensors."""
-
 Function = torch.autograd.Function
 _SaveInputs = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
 _torch_apply: Any = vars(Function)["apply"]  # a classmethod in Python up to torch 2.13, in C from 2.14
@@ -226,7 +223,7 @@ def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     else:
         out = _plain_apply(cls, *args)
     kind = type(out)
-    if kind in WRAPPERS or (kind is tuple and not WRAPPERS.isdisjoint(map(type, out))):
+    if kind in WRAPPER_CLASSES or (kind is tuple and not WRAPPER_CLASSES.isdisjoint(map(type, out))):
         _refuse_cut_off(cls, out)
     return out
 

@@ -3,8 +3,8 @@
 All ranks of the groups involved call these, as the graph may hold collectives. Hooks run on every rank. They live on
 the leaf and must not keep the ShardedTensor alive: Python's collector does not see through a leaf's post-accumulate
 hooks, so such a cycle would never be freed. They must not hold a weak reference to it either: torch refuses to swap a
-tensor that has one. So the ShardedTensor owns a small `Owner` that refers back to it, a cycle that the collector frees,
-and the hook has a weak reference to the `Owner`.
+tensor that has one. So the ShardedTensor owns a small `LeafOwner` that refers back to it, a cycle that the collector
+frees, and the hook has a weak reference to the `LeafOwner`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ ShardedTensor.grad = property(get_grad, set_grad, doc=get_grad.__doc__)  # type:
 
 
 @implements(torch.Tensor.register_hook)
-def register_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], torch.Tensor | None]) -> Any:
+def _register_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], torch.Tensor | None]) -> Any:
     """Call ``hook(gradient)``, a ShardedTensor, whenever the gradient is computed; what it returns replaces it."""
     note_hook(tensor._local)
     return tensor._local.register_hook(_gradient_hook(tensor, hook))
@@ -154,7 +154,7 @@ def _gradient_hook(
     return on_leaf
 
 
-class Owner:
+class LeafOwner:
     """A reference to the ShardedTensor of a leaf; it lives as long as that."""
 
     __slots__ = ("__weakref__", "tensor")
@@ -172,7 +172,7 @@ def register_post_accumulate_grad_hook(tensor: ShardedTensor, hook: Callable[[Sh
 
 def _post_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], None]) -> Callable[[torch.Tensor], None]:
     """Return the hook for the leaf of `tensor`."""
-    owner = vars(tensor).setdefault("_owner", Owner(tensor))
+    owner = vars(tensor).setdefault("_owner", LeafOwner(tensor))
     find = weakref.ref(owner)
 
     def on_leaf(_: torch.Tensor) -> None:

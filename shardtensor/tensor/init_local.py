@@ -26,7 +26,7 @@ from shardtensor.spec.devices import EnumerableShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.placing import bind_named, mesh_of, own_device, placement_of
-from shardtensor.tensor.shard import Shard, TensorProperties, by, check_metadata, same_device
+from shardtensor.tensor.shard import Shard, TensorProperties, by, check_metadata, check_placement
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 PROPERTIES = ("dtype", "requires_grad", "pin_memory")
@@ -259,13 +259,7 @@ def _read(
         )
     if local.layout != torch.strided or not local.is_contiguous():
         raise LayoutError("local_tensor is not a contiguous Tensor.", fix="call contiguous() first")
-    placement = placement_of(spec, group.rank)
-    if placement is not None and not same_device(placement.device(), local.device):
-        raise LayoutError(
-            "Local shard tensor device does not match with local Shard's placement!",
-            {"tensor": local.device, "placement": placement},
-            "move the tensor, or name its device in the spec",
-        )
+    check_placement(local, placement_of(spec, group.rank), "the spec")
     if size is None or None in size:
         return spec, size, None
     layout = bind_named(spec, tuple(length for length in size if length is not None), mesh_of(group))

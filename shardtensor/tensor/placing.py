@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardtensor.mesh import Mesh, as_ranks
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
-from shardtensor.spec.placement import Placement
+from shardtensor.spec.placement import Placement, Run
 
 
 def device_for(spec: ShardingSpec, group: Group, like: torch.device | None = None) -> torch.device:
@@ -28,10 +29,9 @@ def device_for(spec: ShardingSpec, group: Group, like: torch.device | None = Non
     Raises:
         LayoutError: a placement, of any rank, names a device that machines like this one do not have.
     """
-    if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
-        for run in spec.placements.runs:
-            if run.first.device_type == "cuda":
-                present(run[run.count - 1])  # the largest index: the same verdict on every rank
+    for run in () if isinstance(spec, EnumerableShardingSpec) else _runs(spec):
+        if run.first.device_type == "cuda":
+            present(run[run.count - 1])  # the largest index: the same verdict on every rank
     placement = placement_of(spec, group.rank)
     if placement is not None:
         return present(placement)
@@ -62,7 +62,7 @@ def _check_cuda(device: torch.device, facts: dict[str, str], without_any: str) -
 
 def requested_device(spec: ShardingSpec, group: Group, device: torch.device) -> torch.device:
     """Return the device of a new local tensor if a caller names `device`; cuda without an index is the rank's own."""
-    kinds = _named_kinds(spec)
+    kinds = {run.first.device_type for run in _runs(spec)}
     if kinds and device.type != "meta":
         if kinds != {device.type} or device.index is not None:
             raise LayoutError(
@@ -76,13 +76,13 @@ def requested_device(spec: ShardingSpec, group: Group, device: torch.device) -> 
     return own_device(device.type) if device.index is None else device
 
 
-def _named_kinds(spec: ShardingSpec) -> set[str]:
-    """Return the device types that a spec names for all ranks; empty for specs of axes."""
+def _runs(spec: ShardingSpec) -> Sequence[Run]:
+    """Return the placements that a spec names for all ranks, as runs; none for specs of axes."""
     if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
-        return {run.first.device_type for run in spec.placements.runs}
+        return spec.placements.runs
     if isinstance(spec, EnumerableShardingSpec):
-        return {box.placement.device_type for box in spec.boxes if box.placement is not None}
-    return set()
+        return [Run(box.placement) for box in spec.boxes if box.placement is not None]
+    return ()
 
 
 def own_device(kind: str) -> torch.device:
@@ -96,12 +96,7 @@ def placement_of(spec: ShardingSpec, rank: int) -> Placement | None:
         index = spec.placements.index_of(rank)
         if index is not None:
             return spec.placements[index]
-        workers = (run.first for run in spec.placements.runs if run.first.worker is not None)
-        return next((place for place in workers if rank_seen(place) == rank), None)
-    if isinstance(spec, EnumerableShardingSpec):
-        places = (box.placement for box in spec.boxes if box.placement is not None)
-        return next((place for place in places if rank_seen(place) == rank), None)
-    return None
+    return next((run.first for run in _runs(spec) if rank_seen(run.first) == rank), None)
 
 
 def moved(spec: ShardingSpec | None, layout: Layout, device: torch.device) -> ShardingSpec | None:
@@ -204,18 +199,15 @@ def bind_named(
 
 def _numbered(spec: ShardingSpec) -> ShardingSpec | None:
     """Return the spec with ranks in place of workers; None when it names no worker."""
+    if all(run.first.worker is None for run in _runs(spec)):
+        return None
     if isinstance(spec, ChunkShardingSpec | GridShardingSpec):
-        if all(run.first.worker is None for run in spec.placements.runs):
-            return None
         return attrs.evolve(spec, placements=[_with_rank(place) for place in spec.placements])
-    if isinstance(spec, EnumerableShardingSpec):
-        if all(box.placement is None or box.placement.worker is None for box in spec.boxes):
-            return None
-        shards = spec.shards
-        for shard in shards:
-            shard.placement = None if shard.placement is None else _with_rank(shard.placement)
-        return EnumerableShardingSpec(shards)
-    return None
+    assert isinstance(spec, EnumerableShardingSpec)
+    shards = spec.shards
+    for shard in shards:
+        shard.placement = None if shard.placement is None else _with_rank(shard.placement)
+    return EnumerableShardingSpec(shards)
 
 
 def _with_rank(place: Placement) -> Placement:

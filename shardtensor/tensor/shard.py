@@ -11,6 +11,7 @@ import torch
 
 from shardtensor.errors import LayoutError
 from shardtensor.spec.devices import ShardMetadata, with_dataclass_fields
+from shardtensor.spec.placement import Placement
 
 
 @with_dataclass_fields()
@@ -138,11 +139,6 @@ class Shard:
         return f"Shard(tensor={tuple(self.tensor.shape)} {self.tensor.dtype}, metadata={self.metadata})"
 
 
-def same_device(a: torch.device, b: torch.device) -> bool:
-    """Return whether two devices are equal; a device without an index equals any device of its type."""
-    return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)
-
-
 def check_metadata(tensor: torch.Tensor, metadata: ShardMetadata) -> None:
     """Raise LayoutError if the metadata has another size or device than the tensor."""
     if list(tensor.shape) != list(metadata.shard_sizes):
@@ -151,12 +147,20 @@ def check_metadata(tensor: torch.Tensor, metadata: ShardMetadata) -> None:
             {"tensor": by(tensor.shape), "metadata": by(metadata.shard_sizes)},
             "give the metadata the sizes of the tensor",
         )
-    placement = metadata.placement
-    if placement is not None and not same_device(placement.device(), tensor.device):
+    check_placement(tensor, metadata.placement, "the placement")
+
+
+def check_placement(tensor: torch.Tensor, placement: Placement | None, named_in: str) -> None:
+    """Raise LayoutError if the placement, which is `named_in` something, has another device than the tensor. A device
+    without an index is any of its type."""
+    if placement is None:
+        return
+    here, there = tensor.device, placement.device()
+    if here.type != there.type or not (here.index is None or there.index is None or here.index == there.index):
         raise LayoutError(
             "Local shard tensor device does not match with local Shard's placement!",
             {"tensor": tensor.device, "placement": placement},
-            "move the tensor, or name its device in the placement",
+            f"move the tensor, or name its device in {named_in}",
         )
 
 

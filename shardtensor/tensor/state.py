@@ -18,6 +18,7 @@ from shardtensor.comm.process_group import world_place
 from shardtensor.imports import when_imported
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
+from shardtensor.tensor.trees import map_tensors
 
 
 @torch.no_grad()
@@ -50,21 +51,14 @@ def full_state_dict(
         >>> {name: type(x).__name__ for name, x in st.full_state_dict(model, rank0_only=True, cpu_offload=True).items()}
         {'weight': 'Tensor', 'bias': 'Tensor'}
     """
-    state = source.state_dict(keep_vars=True) if isinstance(source, nn.Module) else source
     done: dict[int, tuple[torch.Tensor, Any]] = {}  # by id, with the tensor itself so that no other gets that id
 
-    def whole(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: whole(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(map(whole, value))
-        if not isinstance(value, torch.Tensor):
-            return value
+    def whole(value: torch.Tensor) -> Any:
         if id(value) not in done:
             done[id(value)] = value, _gathered(value, rank0_only, cpu_offload)
         return done[id(value)][1]
 
-    found: dict[str, Any] = whole(state)
+    found = map_tensors(whole, dict(source.state_dict(keep_vars=True) if isinstance(source, nn.Module) else source))
     return {} if rank0_only and _rank() else found
 
 

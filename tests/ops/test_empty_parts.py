@@ -272,17 +272,3 @@ def test_writes_that_backward_looks_behind(name, spec):
 def test_what_beta_0_leaves_out_has_a_gradient_of_zeros(specs):
     inputs = [torch.full((2, 3), nan), values(2, 4).float(), values(4, 3).float()]
     check("tp=2", lambda i, a, b: torch.addmm(i, a, b, beta=0), inputs, specs)
-
-
-def test_cross_has_the_rule_of_linalg_cross():
-    def body():
-        a, b = values(4, 3), values(4, 3, seed=1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", st.GatherWarning)
-            for dim in ({}, {"dim": 1}, {"dim": -1}):
-                found = torch.cross(st.distribute(a, "[tp, -]"), st.distribute(b, "[tp, -]"), **dim)
-                same(found, torch.linalg.cross(a, b, dim=1))
-            with pytest.raises(RuntimeError, match="no dimension of size 3 in input"):
-                torch.cross(st.distribute(a[:, :2], "[tp, -]"), b[:, :2])
-
-    st.simulate("tp=2", body)

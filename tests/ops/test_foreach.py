@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness import device, every_size
 
 import shardtensor as st
-from shardtensor.ops.foreach import HANDLERS
+from shardtensor.tensor.dispatch import HANDLERS
 
 SHAPES = ((5, 3), (2, 7), (1, 3), (4,), (3, 3), (2, 2), ())
 SPECS = ("ROWS", "[-, tp balanced]", "ROWS", "ROWS", "replicate", None, None)

@@ -7,7 +7,7 @@ import pytest
 from shardtensor.ops import by_rule
 from shardtensor.rules.call import parse_call
 from shardtensor.rules.pattern import parse_pattern
-from shardtensor.rules.table import ROWS, read_table, row_of, rows, rule_of
+from shardtensor.rules.table import ROWS, read_table, row_of, rows
 from shardtensor.tensor.dispatch import HANDLERS, resolve
 
 BOUND = [
@@ -63,7 +63,7 @@ def test_a_rule_carries_what_joins_when_it_is_not_a_sum():
 
 
 def test_rules_are_the_same_object_for_the_same_shapes():
-    assert rule_of("matmul", ((2, 3), (3, 4))) is rule_of("matmul", ((2, 3), (3, 4)))
+    assert ROWS["matmul"].rule(((2, 3), (3, 4))) is ROWS["matmul"].rule(((2, 3), (3, 4)))
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.names[0])

@@ -19,7 +19,7 @@ from shardtensor.mesh import Mesh
 from shardtensor.rules.propagate import EVERY, OpSharding, follow, propagate, received
 from shardtensor.rules.propagate import sharding_of as recipe_for
 from shardtensor.rules.rule import Rule
-from shardtensor.rules.table import rule_of
+from shardtensor.rules.table import ROWS
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from shardtensor.spec.nodes import Cut, Replicate, Spec
 
@@ -136,7 +136,7 @@ def calls(draw: st.DrawFn) -> tuple[Rule, tuple[Layout | tuple[int, ...], ...]]:
     else:
         shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
         shapes = [shape, tuple(n if draw(st.booleans()) else 1 for n in shape[draw(st.integers(0, len(shape) - 1)) :])]
-        rule = rule_of("add", tuple(shapes))
+        rule = ROWS["add"].rule(tuple(shapes))
     operands = tuple(draw(layouts(shape)) for shape in shapes)
     if not any(isinstance(operand, Layout) for operand in operands):
         operands = (bind(Replicate(), shapes[0], MESH), *operands[1:])
@@ -244,7 +244,7 @@ def test_a_row_parallel_linear_meets_rows_by_the_cheaper_way():
 
 
 def test_a_dim_that_broadcasts_is_a_copy():
-    rule = rule_of("add", ((5, 6), (5, 1)))
+    rule = ROWS["add"].rule(((5, 6), (5, 1)))
     operands = (cut((5, 6), None, "tp"), (5, 1))
     check(rule, operands)
     assert propagate(rule, operands).needs[1].grad_partial_axes == (1,)
