@@ -9,12 +9,10 @@ the backward of the other, so gradients of gradients are right.
     ======================= ======================== ========================= ====================
     sum_gradient            replicated -> partial    all_reduce                *f* and *g*
     all_reduce              partial -> replicated    sum_gradient
-    local_slice             replicated -> shard      all_gather
-    all_gather              shard -> replicated      local_slice
     all_to_all              shard -> shard           all_to_all
     ======================= ======================== ========================= ====================
 
-`along_dim` has one more pair: all-gather for work that is split over the ranks, and reduce-scatter.
+`with_adjoint` makes a pair of any two functions without gradients; `redistribute` has those that gather and slice.
 
 Every member of the group calls them, in the same order, and runs their backwards. If no gradient is needed, they
 record no graph. In a group of one each returns its argument. Counts are numbers of elements, one for each member.
@@ -30,6 +28,9 @@ from torch.autograd import Function, forward_ad
 
 from shardtensor.comm.group import Counts, Group
 from shardtensor.errors import RuleError
+
+Run = Callable[..., torch.Tensor]
+_is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -111,6 +112,34 @@ def alias(result: torch.Tensor) -> torch.Tensor:
     return result if torch.compiler.is_compiling() else result.detach()
 
 
+def with_adjoint(x: torch.Tensor, run: Run, back: Run, *how: Any) -> torch.Tensor:
+    """Return ``run(x, *how)``; backward returns ``back(gradient, *how)``, and the backward of that is `run` again.
+
+    Both are linear functions of a local tensor without gradients of their own, each the adjoint of the other.
+    """
+    return _do_run(x, run, back, *how) if differentiates(x) else run(x, *how)
+
+
+class Redistribute(Function):
+    """Runs `with_adjoint` where autograd records it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, run: Run, back: Run, *how: Any) -> torch.Tensor:
+        ctx.shape, ctx.run, ctx.back, ctx.how = x.shape, run, back, how
+        out = run(x, *how)
+        if out is x:
+            return x.view_as(x)
+        # autograd refuses writes into a view that a Function returns: right for a slice, not for a result of its own
+        return out if torch.compiler.is_compiling() or _is_alias_of(out, x) else out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        back = with_adjoint(whole_gradient(grad), ctx.back, ctx.run, *ctx.how)
+        if torch.compiler.is_compiling() or back.shape != ctx.shape:  # an empty local tensor may have any shape
+            back = back.reshape(ctx.shape)
+        return back, None, None, *(None for _ in ctx.how)
+
+
 class _SumGradient(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -152,51 +181,6 @@ class _AllReduceFresh(_AllReduce):
         return alias(group.all_reduce(x.detach().contiguous()))
 
 
-def local_slice(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """Return this rank's range of the elements of `x`, which is equal on every rank: flat, a view if `x` is contiguous.
-
-    Forward sends nothing; backward gathers the gradients: `all_gather` is the adjoint. `counts` add up to the elements
-    of `x`, in row-major order.
-    """
-    if group.size == 1:
-        return x.reshape(-1)
-    return _do_local_slice(x, counts, group) if differentiates(x) else _slice(x, counts, group.index)
-
-
-def all_gather(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """Return the elements of all members, flat, in group order, equal on every rank; counts may differ and may be
-    zero. Backward returns this rank's range of the gradient: `local_slice` is the adjoint."""
-    if group.size == 1:
-        return x.reshape(-1)
-    return _do_all_gather(x, counts, group) if differentiates(x) else group.all_gather(x, counts)
-
-
-def _slice(x: torch.Tensor, counts: Counts, index: int) -> torch.Tensor:
-    return x.reshape(-1).narrow(0, sum(counts[:index]), counts[index])
-
-
-class _LocalSlice(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-        ctx.shape, ctx.counts, ctx.group = x.shape, counts, group
-        return _slice(x, counts, group.index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gather(grad, ctx.counts, ctx.group).view(ctx.shape), None, None
-
-
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-        ctx.shape, ctx.counts, ctx.group = x.shape, counts, group
-        return alias(group.all_gather(x, counts))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return local_slice(whole_gradient(grad), ctx.counts, ctx.group).view(ctx.shape), None, None
-
-
 def whole_gradient(grad: Any) -> torch.Tensor:
     """Return a gradient as a plain tensor: a program may call ``y.backward(sharded)`` for a plain `y`. The members
     of a group must compute with the same values, so a ShardedTensor is gathered."""
@@ -208,24 +192,17 @@ def all_to_all(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group:
     the elements sent to and received from each member. Backward sends the gradient of each range back."""
     if group.size == 1:
         return x.reshape(-1)
-    if differentiates(x):
-        return _do_all_to_all(x, send_counts, recv_counts, group)
+    return with_adjoint(x, _exchange, _return, send_counts, recv_counts, group)
+
+
+def _exchange(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:
     return group.all_to_all(x, send_counts, recv_counts)
 
 
-class _AllToAll(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:
-        ctx.shape, ctx.send_counts, ctx.recv_counts, ctx.group = x.shape, send_counts, recv_counts, group
-        return alias(group.all_to_all(x, send_counts, recv_counts))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        back = all_to_all(grad, ctx.recv_counts, ctx.send_counts, ctx.group)
-        return back.view(ctx.shape), None, None, None
+def _return(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:
+    return group.all_to_all(x, recv_counts, send_counts)
 
 
 _do_sum_gradient, _do_all_reduce = caller(_SumGradient), caller(_AllReduce)
 _do_all_reduce_fresh = caller(_AllReduceFresh)
-_do_local_slice, _do_all_gather = caller(_LocalSlice), caller(_AllGather)
-_do_all_to_all = caller(_AllToAll)
+_do_run = caller(Redistribute)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import along, part, reduce_local
 from shardtensor.errors import RuleError
 from shardtensor.layout.explain import step_text
 from shardtensor.layout.layout import Layout, MeshLayout
@@ -26,7 +27,6 @@ from shardtensor.rules.propagate import OperandLayout, OpSharding, fault_in, pro
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import is_strict, name_of
-from shardtensor.tensor.move import along, part, reduce_local
 from shardtensor.tensor.placing import spec_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, wrap
 

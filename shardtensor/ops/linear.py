@@ -26,16 +26,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from shardtensor.comm import along_dim, collectives
-from shardtensor.comm.along_dim import DimSizes
+from shardtensor.comm import collectives
 from shardtensor.comm.collectives import alias, caller
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import PendingReduceScatter, all_gather, along, reduce_scatter
 from shardtensor.layout.layout import MeshLayout
+from shardtensor.layout.route import DimStep
 from shardtensor.ops.by_rule import by_rule, local_call_by_rule
 from shardtensor.ops.local_call import LocalCall, cached_call
 from shardtensor.rules.propagate import with_dims
 from shardtensor.tensor.dispatch import implements
-from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
@@ -166,7 +166,7 @@ class Shared(NamedTuple):
 
 
 def share(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], group: Group, stream: DimSizes | None = None
+    x: torch.Tensor, weights: Sequence[torch.Tensor], group: Group, stream: DimStep | None = None
 ) -> torch.Tensor:
     """Return the input of products that share its collective: `x`, or all slices of a stream; its gradient is summed.
 
@@ -177,7 +177,7 @@ def share(
         x: ``(..., k)``, equal on all ranks; with `stream`, this rank's slice of it. It requires a gradient.
         weights: ``(n_local, k)`` each, leaves that require gradients, of the dtype of `x`.
         group: the ranks that share the products.
-        stream: how `x` is sharded.
+        stream: the all-gather of the slices of `x`.
     """
     shared, *proxies = _share(x, group, stream, *weights)
     shared.shared_by = Shared(shared._version, tuple(zip(weights, proxies, strict=True)))
@@ -185,11 +185,11 @@ def share(
 
 
 def gathered_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, stream: DimSizes
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, stream: DimStep
 ) -> torch.Tensor:
     """Gather the slices of a stream and multiply; the gradient's reduce-scatter runs beside the weight's gradient."""
     if not weight.requires_grad:  # nothing to overlap with, and the input need not be saved
-        return F.linear(along_dim.all_gather(x, stream, group, sum_gradient=True), weight, bias)
+        return F.linear(all_gather(x, stream, group), weight, bias)
     full, proxy = _share(x, group, stream, weight)
     return _linear(proxy, full, weight, bias)
 
@@ -210,11 +210,11 @@ def shared_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: Group, stream: DimSizes | None, *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, group: Group, stream: DimStep | None, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.group, ctx.stream = group, stream
-        x = x.view_as(x) if stream is None else alias(along_dim.all_gather_no_grad(x, stream, group))
+        x = x.view_as(x) if stream is None else alias(all_gather(x, stream, group))
         ctx.save_for_backward(x, *weights)
         nothing = x.new_empty(())  # a proxy has a shape, and no memory
         return x, *(nothing.expand(*x.shape[:-1], weight.shape[0]) for weight in weights)
@@ -227,7 +227,7 @@ class _Share(torch.autograd.Function):
                 return None, None, None, *none
             if stream is None:
                 return collectives.all_reduce(grad_x, group), None, None, *none
-            return along_dim.reduce_scatter(grad_x, stream, group), None, None, *none
+            return reduce_scatter(grad_x, stream, group), None, None, *none
         x, *weights = ctx.saved_tensors
         total: Any = None  # partial, in new memory
         for grad, weight in zip(grads, weights, strict=True):
@@ -236,9 +236,7 @@ class _Share(torch.autograd.Function):
         total = total.view(x.shape)
         if grad_x is not None:  # from other uses
             total += grad_x
-        started = (
-            group.all_reduce_async(total) if stream is None else along_dim.PendingReduceScatter(total, stream, group)
-        )
+        started = group.all_reduce_async(total) if stream is None else PendingReduceScatter(total, stream, group)
         of_weights = [None if grad is None else of_weight(grad, x) for grad in grads]  # beside the collective
         return started.wait(), None, None, *of_weights
 

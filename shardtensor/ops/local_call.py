@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import along, redistribute
 from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.ops.engine import computed, computed_alike
 from shardtensor.rules.propagate import OpSharding
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import is_strict
-from shardtensor.tensor.move import along, moved
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 MOST = 4096
@@ -135,7 +135,7 @@ def cached_call(func: Any, decide: Decide, handler: Callable[..., Any], name: st
                 return handler(*args, **kwargs)
             for place, source, target in moves:
                 values: Any = given if isinstance(place, int) else named
-                values[place] = moved(values[place], source, target, group)
+                values[place] = redistribute(values[place], source, target, group)
         for place, subgroup in sums:
             if isinstance(place, int):
                 given[place] = collectives.sum_gradient(given[place], group if subgroup is None else subgroup)

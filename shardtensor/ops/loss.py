@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import along
 from shardtensor.ops.by_rule import Cut, by_rule, combines
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import check_ids, places
@@ -22,7 +23,6 @@ from shardtensor.ops.pointwise import spread
 from shardtensor.ops.reductions import local_extreme
 from shardtensor.tensor.dispatch import HANDLERS, implements
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 # -- softmax -----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardtensor.comm import collectives
+from shardtensor.comm.redistribute import along, part
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import local_call_by_rule
 from shardtensor.ops.engine import group_of, redistributed, refuse_to_move, run, write_out
@@ -23,7 +24,6 @@ from shardtensor.rules.table import ROWS, rule_of
 from shardtensor.tensor.copied import refuse_lost_write, version_of
 from shardtensor.tensor.dispatch import HANDLERS, functions_named, name_of, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.move import along, part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, wrap
 
 ELEMENTWISE = tuple(name for name, row in ROWS.items() if row.section.startswith("elementwise:"))

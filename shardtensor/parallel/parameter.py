@@ -12,6 +12,7 @@ from torch import nn
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
+from shardtensor.comm.redistribute import take
 from shardtensor.errors import LayoutError, MissingParameterError, RuleError, ShardTensorError
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.parallel.memory import become, load_keeps_layouts
@@ -20,7 +21,6 @@ from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, 
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.convert import drop_weak_references
-from shardtensor.tensor.move import take
 from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 

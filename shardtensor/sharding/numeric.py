@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardtensor.comm.process_group import as_group
+from shardtensor.comm.redistribute import take
 from shardtensor.errors import PlanError, ShardTensorError
 from shardtensor.layout.layout import replicated
 from shardtensor.plan.findings.checking import check_plan
@@ -31,7 +32,6 @@ from shardtensor.plan.resolved import Resolved, layout_text
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.shard_module import shard_module
 from shardtensor.sim.simulate import simulate
-from shardtensor.tensor.move import take
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 Step = Callable[[nn.Module, int], torch.Tensor]

@@ -26,9 +26,9 @@ import torch
 from torch import Generator, Tensor
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import take
 from shardtensor.layout.box import Box, runs
 from shardtensor.layout.layout import Layout, replicated
-from shardtensor.tensor.move import take
 
 Sample = Callable[[Tensor, Generator | None], object]
 """Fills a contiguous tensor in place with one torch random operation."""
