@@ -20,7 +20,7 @@ import attrs
 import torch
 
 from shardtensor.comm import collectives
-from shardtensor.comm.collectives import Redistribute, Run, caller, differentiates, with_adjoint
+from shardtensor.comm.collectives import Run, differentiates, with_adjoint
 from shardtensor.comm.exchange import exchange, see
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
@@ -83,20 +83,21 @@ def redistribute(local: torch.Tensor, source: Layout, target: Layout, group: Gro
     steps = route(source, target)
     if not steps:
         return local if local.numel() else as_nothing(local, target, group.rank)
-    if not differentiates(local):
-        for step in steps:
-            local = _run(local, step, group)
-        return local
-    for _, op in source.partial:
-        if op not in ("sum", "avg"):
-            raise RuleError(
-                f"a partial {op} has no gradient", {"layout": str(source)}, "reduce it under torch.no_grad()"
-            )
+    refuse_gradient_of_extremes(local, source)
     for step in steps:
-        local = _do_run(local, _run, _run_back, step, group)
+        local = with_adjoint(local, _run, _run_back, step, group)
     return local
 
 
+def refuse_gradient_of_extremes(local: torch.Tensor, layout: Layout) -> None:
+    """Raise RuleError for a partial max or min, of the terms `local`, if autograd records what is done with it."""
+    for _, op in layout.partial:
+        if op not in ("sum", "avg") and differentiates(local):
+            fix = "reduce it under torch.no_grad()"
+            raise RuleError(f"a partial {op} has no gradient", {"layout": str(layout)}, fix)
+
+
+@untraced("a ShardedTensor is redistributed outside of graphs")
 def _run(local: torch.Tensor, step: Step, group: Group) -> torch.Tensor:
     """Return this rank's local tensor after a step, which shares memory with `local` after a slice or split."""
     if step.kind == "split":
@@ -114,26 +115,18 @@ def _run(local: torch.Tensor, step: Step, group: Group) -> torch.Tensor:
     return exchange(local, step, subgroup, group.rank)
 
 
+@untraced("a ShardedTensor is redistributed outside of graphs")
 def _run_back(grad: torch.Tensor, step: Step, group: Group) -> torch.Tensor:
     """Return the gradient before a step from the one after it. Each term of a mean gets its share of the gradient."""
     for back in route(step.target.reduced(), step.source.reduced()):
         grad = _run(grad, back, group)
-    share = _means(step.target) / _means(step.source)
+    share = means(step.target) / means(step.source)
     return grad if share == 1 else grad * share
 
 
-def _means(layout: Layout) -> int:
+def means(layout: Layout) -> int:
+    """Return the number of terms of which a partial value is the mean."""
     return math.prod(layout.grid[axis] for axis, op in layout.partial if op == "avg")
-
-
-class _OutsideGraphs(Redistribute):
-    @staticmethod
-    @untraced("a ShardedTensor is redistributed outside of graphs")
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return Redistribute.backward(ctx, grad)
-
-
-_do_run = caller(_OutsideGraphs)
 
 
 def common_group(one: Group, other: Group) -> Group:
