@@ -87,20 +87,22 @@ def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     passes the gradient on unchanged: `sum_gradient` is the adjoint."""
     if group.size == 1:
         return x
-    return _do_all_reduce(x, group) if differentiates(x) else _sum(x, group)
+    return _do_all_reduce(x, group, _sum) if differentiates(x) else _sum(x, group)
 
 
 def all_reduce_fresh(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Run `all_reduce` in place, for an `x` that is used nowhere else, such as the result of a matmul."""
     if group.size == 1:
         return x
-    if differentiates(x):
-        return _do_all_reduce_fresh(x, group)
-    return group.all_reduce(x.contiguous())
+    return _do_all_reduce(x, group, _sum_in_place) if differentiates(x) else _sum_in_place(x, group)
 
 
 def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
-    return group.all_reduce(x.detach().clone(memory_format=torch.contiguous_format))
+    return group.all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+
+def _sum_in_place(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return group.all_reduce(x.contiguous())
 
 
 def alias(result: torch.Tensor) -> torch.Tensor:
@@ -165,20 +167,13 @@ def dtype_of_gradient(ctx: Any, dtype: torch.dtype) -> torch.dtype:
 
 class _AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group, run: Run) -> torch.Tensor:
         ctx.group = group
-        return alias(_sum(x, group))
+        return alias(run(x.detach(), group))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_gradient(whole_gradient(grad), ctx.group), None
-
-
-class _AllReduceFresh(_AllReduce):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return alias(group.all_reduce(x.detach().contiguous()))
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return sum_gradient(whole_gradient(grad), ctx.group), None, None
 
 
 def whole_gradient(grad: Any) -> torch.Tensor:
@@ -204,5 +199,4 @@ def _return(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Gr
 
 
 _do_sum_gradient, _do_all_reduce = caller(_SumGradient), caller(_AllReduce)
-_do_all_reduce_fresh = caller(_AllReduceFresh)
 _do_run = caller(Redistribute)

@@ -22,7 +22,7 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.comm.collectives import Run, differentiates, with_adjoint
 from shardtensor.comm.exchange import exchange, see
-from shardtensor.comm.group import Group
+from shardtensor.comm.group import Group, Pending
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, RuleError
@@ -170,11 +170,17 @@ def part(full: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
     """Return this rank's part (local shape) of a whole tensor. Differentiable; its backward is collective."""
     if layout.is_whole_on_all(group.size):
         return full
-    if not layout.packed and not (full.requires_grad and torch.is_grad_enabled()):
-        boxes = layout.boxes(group.rank)
-        if len(boxes) == 1 and full.dim():
-            return full[boxes[0].slices]  # the same as the route, without making one for every new shape
+    if not (full.requires_grad and torch.is_grad_enabled()) and layout.boxes(group.rank):
+        return part_of(full, layout, group.rank)
     return redistribute(full, _everywhere(layout, group), layout.reduced(), group)
+
+
+def part_of(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """Return what `rank` holds of a whole tensor: a view where it is one box, else a copy. No gradient."""
+    boxes = layout.boxes(rank)
+    if len(boxes) == 1 and not layout.packed and full.dim():
+        return full[boxes[0].slices]  # as `take` does, which computes and keeps a transfer for every new shape
+    return take(full, replicated(layout.shape, layout.ranks, layout.grid), layout, rank)
 
 
 def _everywhere(layout: Layout, group: Group) -> Layout:
@@ -248,63 +254,68 @@ def sizes_of_slice(x: torch.Tensor, step: DimStep, group: Group) -> Sizes:
     return tuple(int.from_bytes(size, "little") for size in group.exchange(own))
 
 
+def summed_gradient(grad: torch.Tensor, move: Move) -> torch.Tensor:
+    """Return the gradient before a move that sums it, of which `grad` is this member's term; with a gradient."""
+    if move.step.kind == "all_gather":
+        return reduce_scatter(grad, move.step, move.subgroup)
+    return collectives.all_reduce(grad, move.subgroup)
+
+
+def start_summed_gradient(grad: torch.Tensor, move: Move) -> Pending | PendingReduceScatter:
+    """Start `summed_gradient` without a gradient; `wait` returns the result, perhaps in the memory of `grad`."""
+    if move.step.kind == "all_gather":
+        return PendingReduceScatter(grad, move.step, move.subgroup)
+    return move.subgroup.all_reduce_async(grad)
+
+
 class PendingReduceScatter:
     """A started `reduce_scatter` without a gradient; `wait` returns the result."""
 
     def __init__(self, x: torch.Tensor, step: DimStep, group: Group) -> None:
         sizes = step.sizes_of(x.shape, group.size)
-        first = _in_front(x, step.dim)
-        self.dim, self.shape = step.dim, (_own(first.shape[0], sizes, group), *first.shape[1:])
-        self.pending = group.reduce_scatter_async(first, _counts(first, sizes))
+        self.place = x.shape, step.dim, _own(x, step.dim, sizes, group)
+        self.pending = group.reduce_scatter_async(*_packed(x, step.dim, sizes))
 
     def wait(self) -> torch.Tensor:
-        return _in_place(self.pending.wait().view(self.shape), self.dim)
+        return _unpacked(self.pending.wait(), *self.place).contiguous()
 
 
 def _all_gather(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> torch.Tensor:
-    shape = x.shape
-    if sizes is None and _is_outermost(dim, shape):  # the usual case, without copies
-        return group.all_gather(x).view(*shape[:dim], shape[dim] * group.size, *shape[dim + 1 :])
-    first = _in_front(x, dim)
-    length = shape[dim] * group.size if sizes is None else sum(sizes)
-    full = group.all_gather(first, _counts(first, sizes)).view(length, *first.shape[1:])
-    return full if dim == 0 else full.movedim(0, dim)
+    length = x.shape[dim] * group.size if sizes is None else sum(sizes)
+    return _unpacked(group.all_gather(*_packed(x, dim, sizes)), x.shape, dim, length)
 
 
 def _reduce_scatter(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> torch.Tensor:
-    shape = x.shape
-    if sizes is None and _is_outermost(dim, shape):
-        return group.reduce_scatter(x).view(*shape[:dim], shape[dim] // group.size, *shape[dim + 1 :])
-    first = _in_front(x, dim)
-    own = group.reduce_scatter(first, _counts(first, sizes)).view(_own(shape[dim], sizes, group), *first.shape[1:])
-    return _in_place(own, dim)
+    own = group.reduce_scatter(*_packed(x, dim, sizes))
+    return _unpacked(own, x.shape, dim, _own(x, dim, sizes, group)).contiguous()
 
 
 def _slice(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> torch.Tensor:
-    own = _own(x.shape[dim], sizes, group)
+    own = _own(x, dim, sizes, group)
     return x.narrow(dim, group.index * own if sizes is None else sum(sizes[: group.index]), own).contiguous()
 
 
-def _own(length: int, sizes: Sizes, group: Group) -> int:
-    return length // group.size if sizes is None else sizes[group.index]
+def _own(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> int:
+    """Return the size of this member's slice of a dim that is full in `x`."""
+    return x.shape[dim] // group.size if sizes is None else sizes[group.index]
+
+
+def _packed(x: torch.Tensor, dim: int, sizes: Sizes) -> tuple[torch.Tensor, list[int] | None]:
+    """Return the elements with slices of the dim one after the other, and the number of each; None if all are equal."""
+    first = (x if _is_outermost(dim, x.shape) else x.movedim(dim, 0)).contiguous()
+    if sizes is None or min(sizes) == max(sizes):
+        return first, None
+    rest = math.prod(x.shape[:dim]) * math.prod(x.shape[dim:][1:])
+    return first, [size * rest for size in sizes]
+
+
+def _unpacked(flat: torch.Tensor, shape: torch.Size, dim: int, length: int) -> torch.Tensor:
+    """Return packed elements in a `shape` with another `length` of the dim."""
+    if _is_outermost(dim, shape):
+        return flat.view(*shape[:dim], length, *shape[dim + 1 :])
+    return flat.view(length, *shape[:dim], *shape[dim:][1:]).movedim(0, dim)
 
 
 def _is_outermost(dim: int, shape: torch.Size) -> bool:
-    """Whether equal slices of a tensor of this shape, full or local, are consecutive in memory."""
+    """Whether the slices of the dim lie one after the other in a contiguous tensor."""
     return dim == 0 or (dim == 1 and shape[0] == 1)
-
-
-def _in_front(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return (x if dim == 0 else x.movedim(dim, 0)).contiguous()
-
-
-def _in_place(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return x if dim == 0 else x.movedim(0, dim).contiguous()
-
-
-def _counts(first: torch.Tensor, sizes: Sizes) -> list[int] | None:
-    """Return the number of elements of each slice; None if all are equal."""
-    if sizes is None or min(sizes) == max(sizes):
-        return None
-    rest = first.shape[1:].numel()
-    return [size * rest for size in sizes]

@@ -168,7 +168,8 @@ class DimStep:
         axes: names of the mesh axes along which ranks communicate.
         dim: counted from the front, or from the end if negative.
         cut: how the dim is sharded; None for even slices.
-        sums: of an all-gather: the gradient of its result is partial, because the work is split over the ranks.
+        sums: backward sums the gradient over the ranks, because they share the work: ``sum_gradient``, and an
+            all-gather whose result has a partial gradient.
     """
 
     kind: str

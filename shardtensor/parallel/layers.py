@@ -20,7 +20,6 @@ from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
 from shardtensor.comm.redistribute import Move, run_moves
 from shardtensor.errors import RuleError
-from shardtensor.layout.route import DimStep
 from shardtensor.ops.embedding import look_up, looked_up
 from shardtensor.ops.indices import out_of_range, widest
 from shardtensor.ops.linear import cast, column_linear, gathered_linear, is_large, shared_linear
@@ -43,11 +42,11 @@ def _column_product(
 
 
 def _stream_product(
-    subgroup: Group, step: DimStep, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    move: Move, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Gather the slices of the input and multiply; backward reduce-scatters beside the weight's gradient."""
     if is_large(x) and x.requires_grad and not torch.compiler.is_compiling():
-        return gathered_linear(x, weight, bias, subgroup, step)
+        return gathered_linear(x, weight, bias, move)
     return None
 
 
@@ -93,11 +92,11 @@ def fused(flow: LayerFlow) -> LayerFlow:
     """Return the flow with a product that is fused with its collective, if there is one."""
     if flow.adds_bias_last or flow.leave or len(flow.enter) != 1:
         return flow
-    step, subgroup, _ = flow.enter[0]
-    if step.kind == "sum_gradient":
-        return attrs.evolve(flow, product=partial(_column_product, subgroup, flow.start))
-    if step.sums and flow.start is None:
-        return attrs.evolve(flow, product=partial(_stream_product, subgroup, step))
+    (move,) = flow.enter
+    if move.step.kind == "sum_gradient":
+        return attrs.evolve(flow, product=partial(_column_product, move.subgroup, flow.start))
+    if move.step.sums and flow.start is None:
+        return attrs.evolve(flow, product=partial(_stream_product, move))
     return flow
 
 

@@ -96,10 +96,8 @@ class FlowPreHook:
         children = [child for child in module._modules.values() if isinstance(child, LinearFlow) and child.flow.shares]
         found = [local(child, "weight") for child in children]
         weights = [each for each in found if each is not None and each.requires_grad and each.dtype == x.dtype]
-        if weights and x.is_floating_point() and moves:
-            step, subgroup, _ = moves[-1]
-            if step.sums or step.kind == "sum_gradient":
-                return share(run_moves(x, moves[:-1]), weights, subgroup, step if step.sums else None)
+        if weights and x.is_floating_point() and moves and moves[-1].step.sums:
+            return share(run_moves(x, moves[:-1]), weights, moves[-1])
         return run_moves(x, moves)
 
     def __deepcopy__(self, memo: Any) -> FlowPreHook:

@@ -202,7 +202,7 @@ def flow_route(flow: Flow, partials: Axes = ()) -> tuple[DimStep, ...]:
     passed = {*cut_axes(flow.before), *cut_axes(flow.after), *partial}
     summed = tuple(axis for axis in partials if axis not in passed)
     if summed:
-        steps.append(DimStep("sum_gradient", summed))
+        steps.append(DimStep("sum_gradient", summed, sums=True))
     for dim, cut in list(coming.items()):
         if open_axes and set(cut.axes) == set(open_axes):
             steps.append(DimStep("reduce_scatter", cut.axes, dim, cut))
