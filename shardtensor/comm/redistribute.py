@@ -236,7 +236,7 @@ def all_gather(x: torch.Tensor, step: DimStep, group: Group) -> torch.Tensor:
 
 def local_slice(x: torch.Tensor, step: DimStep, group: Group) -> torch.Tensor:
     """Return this member's slice of `x`, which is equal on all members; backward gathers the gradients of all."""
-    return with_adjoint(x, _slice, _all_gather, step.dim, step.sizes_of(x.shape, group.size), group)
+    return with_adjoint(x, _slice, _all_gather, step.dim, step.sizes_of(x.shape, group.size), group).contiguous()
 
 
 def reduce_scatter(x: torch.Tensor, step: DimStep, group: Group) -> torch.Tensor:
@@ -292,7 +292,8 @@ def _reduce_scatter(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> to
 
 def _slice(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> torch.Tensor:
     own = _own(x, dim, sizes, group)
-    return x.narrow(dim, group.index * own if sizes is None else sum(sizes[: group.index]), own).contiguous()
+    x = x.narrow(dim, group.index * own if sizes is None else sum(sizes[: group.index]), own)
+    return _unpacked(_packed(x, dim, None)[0], x.shape, dim, own)  # in the memory order of what `_all_gather` returns
 
 
 def _own(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> int:
