@@ -20,9 +20,9 @@ spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 50_700
+LINES = 50_500
 IN_CIRCLES: dict[str, int] = {}
-DEFINED_TWICE = 36
+DEFINED_TWICE = 33
 LATE_IMPORTS = 17
 OF_ONE_IMPORTER = 54
 """What there is today of each; a commit that takes some away lowers the number, and only a feature raises it."""

@@ -119,15 +119,14 @@ def with_adjoint(x: torch.Tensor, run: Run, back: Run, *how: Any) -> torch.Tenso
 
     Both are linear functions of a local tensor without gradients of their own, each the adjoint of the other.
     """
-    return _do_run(x, run, back, *how) if differentiates(x) else run(x, *how)
+    return _redistribute(x, (run, back, how)) if differentiates(x) else run(x, *how)
 
 
-class Redistribute(Function):
-    """Runs `with_adjoint` where autograd records it."""
-
+class _Redistribute(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, run: Run, back: Run, *how: Any) -> torch.Tensor:
-        ctx.shape, ctx.run, ctx.back, ctx.how = x.shape, run, back, how
+    def forward(ctx: Any, x: torch.Tensor, call: tuple[Run, Run, tuple[Any, ...]]) -> torch.Tensor:
+        ctx.call, ctx.shape = call, x.shape
+        run, _, how = call
         out = run(x, *how)
         if out is x:
             return x.view_as(x)
@@ -135,11 +134,12 @@ class Redistribute(Function):
         return out if torch.compiler.is_compiling() or _is_alias_of(out, x) else out.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        back = with_adjoint(whole_gradient(grad), ctx.back, ctx.run, *ctx.how)
-        if torch.compiler.is_compiling() or back.shape != ctx.shape:  # an empty local tensor may have any shape
-            back = back.reshape(ctx.shape)
-        return back, None, None, *(None for _ in ctx.how)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        run, back, how = ctx.call
+        grad = with_adjoint(whole_gradient(grad), back, run, *how)
+        if torch.compiler.is_compiling() or grad.shape != ctx.shape:  # an empty local tensor may have any shape
+            grad = grad.reshape(ctx.shape)
+        return grad, None
 
 
 class _SumGradient(Function):
@@ -199,4 +199,4 @@ def _return(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Gr
 
 
 _do_sum_gradient, _do_all_reduce = caller(_SumGradient), caller(_AllReduce)
-_do_run = caller(Redistribute)
+_redistribute = caller(_Redistribute)

@@ -230,8 +230,8 @@ def all_gather(x: torch.Tensor, step: DimStep, group: Group) -> torch.Tensor:
     or if it `sums`, this member's slice of the sum of the members' gradients."""
     if group.size == 1:
         return x
-    back = _reduce_scatter if step.sums else _slice
-    return with_adjoint(x, _all_gather, back, step.dim, sizes_of_slice(x, step, group), group)
+    sizes = sizes_of_slice(x, step, group) if step.balanced else step.sizes
+    return with_adjoint(x, _all_gather, _reduce_scatter if step.sums else _slice, step.dim, sizes, group)
 
 
 def local_slice(x: torch.Tensor, step: DimStep, group: Group) -> torch.Tensor:
@@ -281,13 +281,19 @@ class PendingReduceScatter:
 
 
 def _all_gather(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> torch.Tensor:
-    length = x.shape[dim] * group.size if sizes is None else sum(sizes)
-    return _unpacked(group.all_gather(*_packed(x, dim, sizes)), x.shape, dim, length)
+    shape = x.shape
+    if sizes is None and (dim == 0 or (dim == 1 and shape[0] == 1)):  # the slices lie in order: no copies
+        return group.all_gather(x).view(*shape[:dim], shape[dim] * group.size, *shape[dim + 1 :])
+    length = shape[dim] * group.size if sizes is None else sum(sizes)
+    return _unpacked(group.all_gather(*_packed(x, dim, sizes)), shape, dim, length)
 
 
 def _reduce_scatter(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> torch.Tensor:
-    own = group.reduce_scatter(*_packed(x, dim, sizes))
-    return _unpacked(own, x.shape, dim, _own(x, dim, sizes, group)).contiguous()
+    shape = x.shape
+    if sizes is None and (dim == 0 or (dim == 1 and shape[0] == 1)):
+        return group.reduce_scatter(x).view(*shape[:dim], shape[dim] // group.size, *shape[dim + 1 :])
+    own = _own(x, dim, sizes, group)
+    return _unpacked(group.reduce_scatter(*_packed(x, dim, sizes)), shape, dim, own).contiguous()
 
 
 def _slice(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> torch.Tensor:
@@ -303,20 +309,14 @@ def _own(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> int:
 
 def _packed(x: torch.Tensor, dim: int, sizes: Sizes) -> tuple[torch.Tensor, list[int] | None]:
     """Return the elements with slices of the dim one after the other, and the number of each; None if all are equal."""
-    first = (x if _is_outermost(dim, x.shape) else x.movedim(dim, 0)).contiguous()
+    first = (x if dim == 0 else x.movedim(dim, 0)).contiguous()
     if sizes is None or min(sizes) == max(sizes):
         return first, None
-    rest = math.prod(x.shape[:dim]) * math.prod(x.shape[dim:][1:])
+    rest = first.shape[1:].numel()
     return first, [size * rest for size in sizes]
 
 
 def _unpacked(flat: torch.Tensor, shape: torch.Size, dim: int, length: int) -> torch.Tensor:
     """Return packed elements in a `shape` with another `length` of the dim."""
-    if _is_outermost(dim, shape):
-        return flat.view(*shape[:dim], length, *shape[dim + 1 :])
-    return flat.view(length, *shape[:dim], *shape[dim:][1:]).movedim(0, dim)
-
-
-def _is_outermost(dim: int, shape: torch.Size) -> bool:
-    """Whether the slices of the dim lie one after the other in a contiguous tensor."""
-    return dim == 0 or (dim == 1 and shape[0] == 1)
+    full = flat.view(length, *shape[:dim], *shape[dim:][1:])
+    return full if dim == 0 else full.movedim(0, dim)

@@ -192,7 +192,7 @@ class DimStep:
         """Return the sizes of the slices of a value of this shape for `count` ranks; None if all are equal."""
         if self.sizes is not None:
             return self.sizes
-        each, left = divmod(shape[self.dim], count)
+        left = shape[self.dim] % count
         if not left:
             return None
         if not self.balanced:
@@ -201,7 +201,7 @@ class DimStep:
                 {"value": " x ".join(map(str, shape))},
                 ["write `balanced` after the axis in the flow", f"pad the value to a multiple of {count}"],
             )
-        return tuple(each + (i < left) for i in range(count))
+        return tuple(shape[self.dim] // count + (i < left) for i in range(count))
 
 
 Partial = tuple[tuple[int, str], ...]
