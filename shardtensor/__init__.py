@@ -73,7 +73,7 @@ _HOME = {
     "along": "sharding.styles",
     "async_save": "checkpoint.saving",
     "check_collectives": "comm.checked",
-    "check_numeric": "sharding.numeric",
+    "check_numeric": "trace.check",
     "clip_grad_norm_": "optim.clip",
     "clip_grad_value_": "optim.clip",
     "colwise": "sharding.styles",

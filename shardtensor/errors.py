@@ -60,7 +60,7 @@ class ShardTensorError(Exception):
 
     Args:
         fault: line one, what is wrong in the user's terms.
-        facts: where it was written, what was found, what was needed.
+        facts: the place in the text or code, what was found, what was needed.
         fix: one fix, or several.
 
     Attributes:
@@ -170,8 +170,16 @@ class StaleParameterError(ShardTensorError, RuntimeError):
 
 
 class CaptureError(ShardTensorError, RuntimeError):
-    """A step cannot be captured in a CUDA graph, or a captured one cannot be replayed as it was called."""
+    """A step cannot be captured in a CUDA graph, or a captured step cannot be replayed with these arguments."""
 
 
 class CheckpointError(ShardTensorError, ValueError, RuntimeError):
     """A checkpoint cannot be written or read, or does not fit what it is to be loaded into; nothing has changed."""
+
+
+class NotTraced(Exception):
+    """A step of a module cannot run in this process; `ways` are what the user may do about it."""
+
+    def __init__(self, text: str, *ways: str) -> None:
+        super().__init__("; ".join([text, *ways]))
+        self.text, self.ways = text, ways

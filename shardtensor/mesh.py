@@ -95,7 +95,7 @@ class Mesh:
         return self.names == ("*",)
 
     def refuse_unknown(self, names: Iterable[str], error: type[ShardTensorError] = LayoutError) -> None:
-        """Raise an `error` that says which of `names` is no axis of the mesh."""
+        """Raise an `error` that lists which of `names` are not axes of the mesh."""
         unknown = next((name for name in names if name not in self.names), None)
         if unknown is not None:
             ways = f"use one of {', '.join(self.names)}"

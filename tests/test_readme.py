@@ -1,22 +1,38 @@
-"""What the README shows is true: its programs run, its texts mean specs, its error is the one that is raised."""
+"""What the README and the pages beside it show is true: programs run, texts mean specs, errors and names are these."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.fsdp
+import torch.distributed.tensor
 from harness import device, every_size
 
 import shardtensor
-from shardtensor.cli.main import _parser
+import shardtensor.fsdp
+from shardtensor.cli.main import _parser, main
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import HANDLERS
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-MLP, TENSORS, LAYOUTS, WORLD, OPERATIONS, MODULES, FLOWS, LAYER, SHARDED, PLANS, ZERO, SAVED = PROGRAMS
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+LAYERS = (ROOT / "shardtensor/parallel/LAYERS.md").read_text()
+BENCHMARKS = (ROOT / "benchmarks/README.md").read_text()
+PAGES = [
+    "README.md",
+    "benchmarks/README.md",
+    "shardtensor/README.md",
+    "shardtensor/parallel/LAYERS.md",
+    "shardtensor/fsdp/METHODS.md",
+    "shardtensor/compat/DIFFERENCES.md",
+]
+MLP, SHARDED, ZERO, PLANS, TENSORS, SAVED = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+MODULES, FLOWS, RULES, LAYER, OPERATIONS = re.findall(r"```python\n(.*?)```", LAYERS, re.DOTALL)
 
 
 def _run(program: str) -> dict:
@@ -53,6 +69,10 @@ def tensors() -> tuple:
     want = (dense * 2 + 1).softmax(-1) @ torch.ones(6, 3, device=device())
     assert torch.allclose(y.full_tensor() if isinstance(y, shardtensor.ShardedTensor) else y, want)
     assert type(y.sum()) is torch.Tensor
+    x, z, dense = names["x"], names["z"], torch.arange(24.0, device=device()).view(4, 6)
+    assert torch.equal(x.full_tensor(), dense)
+    assert torch.equal(z.full_tensor(), dense)
+    assert [str(t.sharding_spec()) for t in (x, z)] == ["flat(tp)", "[-, tp balanced]"]
     return tuple(w.shape), tuple(w.local_tensor().shape)
 
 
@@ -62,25 +82,15 @@ def test_the_tensors_are_what_the_comments_say(world, size):
 
 
 def layouts() -> None:
-    names = _run(LAYOUTS)
-    x, y, dense = names["x"], names["y"], torch.arange(24.0, device=device()).view(4, 6)
-    assert torch.equal(x.full_tensor(), dense)
-    assert torch.equal(y.full_tensor(), dense)
-    assert [str(t.sharding_spec()) for t in (x, y)] == ["flat(tp)", "[-, tp balanced]"]
+    _run(TENSORS.replace("8, 6", "9, 6"))
 
 
 @pytest.mark.worlds("sim")
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_reshard_moves_and_its_steps_are_those_shown(world, size, capsys):
+def test_the_steps_of_a_reshard_are_those_shown(world, size, capsys):
     world(layouts, size)
-    shown = "\n".join(line[2:] for line in LAYOUTS.splitlines() if line.startswith("# "))
+    shown = "\n".join(line[2:] for line in TENSORS.splitlines() if line.startswith("# "))
     assert capsys.readouterr().out == f"{shown}\n" * size
-
-
-def test_a_world_in_one_process(capsys):
-    names = _run(WORLD)
-    assert [tuple(shape) for shape in names["shapes"]] == [(2, 6)] * 4
-    assert "all_gather" in capsys.readouterr().out
 
 
 def operations() -> None:
@@ -204,19 +214,42 @@ def _table(heading: str) -> list[str]:
     return [cell for row in rows.splitlines()[2:] for cell in re.findall("`([^`]+)`", row.split("|")[1])]
 
 
-def planned() -> None:
+def planned(program: str, name: str) -> None:
     torch.manual_seed(0)
-    names = _run(PLANS)
-    dense = shardtensor.unshard_module(names["model"])
+    names = _run(program)
+    assert names["plan"].axes == shardtensor.load_plan("mlp").axes
+    assert shardtensor.ShardedTensor in map(type, names[name].parameters())
+    dense = shardtensor.unshard_module(names[name])
     x = torch.ones(2, 64, device=device())
     torch.testing.assert_close(names["y"], dense(x))
-    assert names["same"].axes == names["plan"].axes
 
 
 @pytest.mark.worlds("sim")
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_module_sharded_by_a_plan_gives_the_dense_result(world, size):
-    world(planned, size)
+    world(planned, size, program=PLANS, name="model")
+    world(planned, size, program=RULES, name="mlp")
+
+
+def of_transformers() -> tuple:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    (call,) = re.findall(r"`(st\.shard_module\(model, \"llama\"\))`", README)
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2)).to(device())
+    ids = torch.arange(10, device=device()).view(2, 5)
+    dense = model(ids).logits.detach()
+    sharded = _whole(eval(call, {"st": shardtensor, "model": model})(ids).logits)
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, shardtensor.ShardedTensor)
+    return dense.tolist(), sharded.tolist()
+
+
+@pytest.mark.worlds("gloo")
+def test_a_model_of_transformers_is_sharded_by_the_name_of_a_plan(world):
+    pytest.importorskip("transformers")
+    for dense, sharded in world(of_transformers, 2):
+        torch.testing.assert_close(torch.tensor(sharded), torch.tensor(dense), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("text", _table("text"))
@@ -225,27 +258,150 @@ def test_every_text_of_the_table_is_a_spec(text):
     assert shardtensor.parse_spec(str(spec)) == spec
 
 
-def test_the_error_shown_is_the_error_raised():
-    (shown,) = re.findall(r"```text\n(<spec>.*?)\n```", README, re.DOTALL)
-    with pytest.raises(shardtensor.SpecError) as caught:
-        shardtensor.parse_spec("[tp unti(128), -]")
-    assert str(caught.value) == shown
-    assert shardtensor.parse_spec("[tp, -]") == shardtensor.Spec("tp", None)
+def test_the_error_of_a_plan_is_the_error_printed(tmp_path, monkeypatch, capsys):
+    (shown,) = re.findall(r"```text\n(llama\.shard:.*?)\n```", README, re.DOTALL)
+    (right,) = re.findall(r"```text\n(self_attn .*?)\n```", README, re.DOTALL)
+    plan = (ROOT / "specs/llama.shard").read_text()
+    for line in re.sub(r" +#.*", "", right).splitlines():
+        assert line.strip() in plan
+    wrong = plan.replace("colwise_shared(kvg, copies=kvr, unit=hd)", "colwise(tp, unit=hd)")
+    (tmp_path / "llama.shard").write_text(wrong)
+    (tmp_path / "llama.dims.shard").write_text((ROOT / "specs/llama.dims.shard").read_text())
+    monkeypatch.chdir(tmp_path)
+    config = str(ROOT / "tests/plan/models/llama3-8b/config.json")
+    assert main(["check", "llama.shard", "--model", config, "--world", "16", "--set", "tp=16"]) == 1
+    assert shown in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", sorted(set(re.findall(r"`(from shardtensor[^`.]* import [^`]+)`", README))))
+def test_a_text_and_a_spec_are_equal():
+    (equation,) = re.findall(r"`(parse_spec\([^`]* == [^`]*)`", README)
+    assert eval(equation, vars(shardtensor) | {"Spec": shardtensor.Spec, "parse_spec": shardtensor.parse_spec})
+
+
+@pytest.mark.parametrize("line", sorted(set(re.findall(r"`(from shardtensor[^`.]* import [^`.]+)`", README))))
 def test_every_import_line_works(line):
     exec(line)
 
 
-def test_code_for_torchs_module_finds_its_names_here():
-    for theirs in re.findall(r"`from torch.distributed._shard(\S*) import ([^`]+)`", README):
-        exec(f"from shardtensor{theirs[0]} import {theirs[1]}")
+def test_code_for_torchs_modules_finds_its_names_here():
+    exec("from shardtensor import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved")
+    found = re.findall(r"`from torch\.distributed\.(_shard|fsdp)(\S*) import ([^`]+)`", README)
+    assert len(found) == 3
+    for package, module, names in found:
+        exec(f"from torch.distributed.{package}{module} import {names}")
+        exec(f"from shardtensor{'' if package == '_shard' else '.' + package}{module} import {names}")
 
 
-@pytest.mark.parametrize("options", re.findall(r"`shardtensor ((?:demo|ops|check|plan|show|import|fmt)[^`]*)`", README))
+DTENSOR = re.findall(
+    r"^\| `((?:distribute_tensor|DTensor|d\.|parallelize)[^`]*)` \| `([^`]+)` \|$", README, re.MULTILINE
+)
+
+
+def beside_dtensor() -> None:
+    """Evaluate the rows of the table for DTensor, both columns, in one world and compare the global tensors."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    mesh = init_device_mesh(device().type, (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    x = torch.arange(24.0, device=device()).view(4, 6)
+    theirs = vars(torch.distributed.tensor) | vars(parallel) | {"mesh": mesh, "x": x}
+    ours = {name: getattr(shardtensor, name) for name in shardtensor.__all__} | {"mesh": mesh, "x": x}
+    theirs["d"] = theirs["distribute_tensor"](x, mesh, [theirs["Shard"](0)])
+    ours["t"] = shardtensor.distribute(x, "[tp, -]", process_group=mesh)
+    for yours, here in DTENSOR:
+        for names in (theirs, ours):
+            torch.manual_seed(0)
+            names["m"] = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).to(device())
+        want, got = eval(yours, theirs), eval(here, ours)
+        if isinstance(want, nn.Module):
+            want, got = want(x), got(x)
+        else:
+            assert got.local_tensor().equal(want.to_local())
+            want, got = want.full_tensor(), got.full_tensor()
+        torch.testing.assert_close(_whole(got), want)
+
+
+@pytest.mark.worlds("gloo")
+def test_dtensor_code_and_ours_hold_the_same_values(world):
+    assert len(DTENSOR) == 4
+    world(beside_dtensor, 2)
+
+
+def _calls() -> list[str]:
+    """The calls of public names in the text of the pages, outside of programs."""
+    text = re.sub(r"```.*?```", "", README + LAYERS, flags=re.DOTALL)
+    spans = {span.removeprefix("st.").removeprefix("shardtensor.") for span in re.findall(r"`([^`\n]+)`", text)}
+    return sorted(span for span in spans if re.match(r"\w+\([^=]*(=[^=]+)*\)$", span) and _public(span.split("(")[0]))
+
+
+def _public(name: str):
+    """What users of the pages mean by the name of a function: ours, where there is one."""
+    return getattr(shardtensor.fsdp, name, None) or getattr(
+        shardtensor, name if name in shardtensor.__all__ else "", None
+    )
+
+
+@pytest.mark.parametrize("call", _calls())
+def test_every_call_in_the_text_fits_its_function(call):
+    tree = ast.parse(call.replace("(...", "(module"), mode="eval").body
+    positional, named = [None for _ in tree.args], {keyword.arg: None for keyword in tree.keywords}
+    inspect.signature(_public(tree.func.id)).bind_partial(*positional, **named)
+
+
+def test_options_of_classes_and_functions_in_the_text_exist():
+    zero = inspect.signature(shardtensor.ZeroRedundancyOptimizer.__init__).parameters
+    assert {"partition", "overlap_gradients", "module", "overlap_with_ddp", "offload_state"} <= set(zero)
+    assert {"no_sync", "wait"} <= set(vars(shardtensor.ZeroRedundancyOptimizer))
+    assert {"find_unused", "mesh"} <= set(inspect.signature(shardtensor.fully_shard).parameters)
+    assert "layout" in inspect.signature(shardtensor.save).parameters
+    assert {"strict", "cast"} <= set(inspect.signature(shardtensor.load).parameters)
+
+
+COMMANDS = re.findall(r"[`\n]shardtensor ((?:demo|ops|check|plan|show|import|fmt|ckpt) [^`\n#]*)", README + LAYERS)
+
+
+@pytest.mark.parametrize("options", sorted(set(COMMANDS)))
 def test_every_command_has_these_options(options):
-    assert _parser().parse_args(options.split()).command == options.split()[0]
+    needed = {"check --numeric": " llama", "ckpt inspect": " run"}
+    options = options.strip()
+    assert _parser().parse_args((options + needed.get(options, "")).split()).command == options.split()[0]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert ((ROOT / page).parent / target).exists(), target
+    headings = {re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in re.findall(r"^#+ (.*)$", text, re.M)}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
+
+
+def _measured() -> dict[str, str]:
+    """The text below each command on the page of benchmarks, by script."""
+    parts = re.split(r"^`python benchmarks/(\w+\.py)`", BENCHMARKS, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_every_table_of_figures_has_a_command_that_prints_it():
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
+    assert set(re.findall(r"`python benchmarks/(\w+\.py)`", BENCHMARKS)) == scripts
+    before = re.split(r"^`python benchmarks/\w+\.py`", BENCHMARKS, flags=re.MULTILINE)[0]
+    assert "|--:" not in before
+    for heading in re.findall(r"^## .*?(?=^## |\Z)", BENCHMARKS, re.MULTILINE | re.DOTALL):
+        table, command = heading.find("|--:"), heading.find("`python benchmarks/")
+        assert table == -1 or 0 <= command < table, heading.splitlines()[0]
+
+
+def test_the_costs_in_the_readme_are_those_of_the_benchmarks():
+    rows = README.split("## What it costs", 1)[1].split("\n\n", 2)[1].splitlines()[2:]
+    assert len(rows) >= 5
+    measured, script = _measured(), ""
+    for row in rows:
+        _, what, *figures, _ = row.split("|")
+        (script,) = re.findall(r"`(\w+\.py)`", what) or [script]
+        for figure in re.findall(r"(?<![\w.])\d[\d.,]*\d", " ".join(figures)):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", measured[script]), (script, figure)
 
 
 def run_is_saved(folder: str) -> tuple:

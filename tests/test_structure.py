@@ -20,11 +20,11 @@ spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 50_500
+LINES = 51_650
 IN_CIRCLES: dict[str, int] = {}
 DEFINED_TWICE = 33
 LATE_IMPORTS = 17
-OF_ONE_IMPORTER = 54
+OF_ONE_IMPORTER = 57
 """What there is today of each; a commit that takes some away lowers the number, and only a feature raises it."""
 
 OWN_CODE = {"broadcast_object", "custom_ops", "ported", "rrefs"}

@@ -42,7 +42,7 @@ def fingerprint(model: Any = None, optimizer: Any = None, *, key: str = "", proc
 
     Args:
         model, optimizer: as for `save`.
-        key: with another key the checksum of the same tensors is another one.
+        key: a different key gives a different checksum of the same tensors.
         process_group: the ranks that hold the tensors, by default all.
 
     Raises:

@@ -23,8 +23,8 @@ _PROBE = "probe"
 def latest(folder: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest checkpoint in a folder of checkpoints; None if there is none.
 
-    The newest is the one with the largest ``step``; of those without one, the last that was saved. A folder whose
-    manifest is damaged is left out. Sends nothing: call it on every rank, or pass rank 0's answer on.
+    The newest is the one with the largest ``step``; if none has a step, the one that was saved last. Folders with a
+    damaged manifest are ignored. Sends nothing: call it on every rank, or broadcast the result of rank 0.
 
     Example:
         >>> import tempfile, shardtensor as st

@@ -48,7 +48,7 @@ class Inspected:
         world: the number of ranks that wrote it.
         saved_at: in seconds since 1970; 0 if it is not known.
         library: the version of this library that saved it.
-        values: what is saved beside tensors: ``optimizer``, ``scheduler``, ``extra``, ...
+        values: what is saved besides tensors: ``optimizer``, ``scheduler``, ``extra``, ...
     """
 
     path: str
@@ -139,7 +139,7 @@ def verify_files(path: str | os.PathLike[str]) -> int:
         checksums then.
 
     Raises:
-        CheckpointError: a file is missing, has another length, or a block of it is not what was saved. The error names
+        CheckpointError: a file is missing, has another length, or the checksum of a block differs. The error names
             the file and the tensor.
     """
     stored = open_checkpoint(path)

@@ -35,7 +35,7 @@ from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap
 def reshard_module(
     module: nn.Module, plan: PlanLike, *optimizers: optim.Optimizer, process_group: Any = None
 ) -> nn.Module:
-    """Bring a module and its optimizers to the layouts of another plan, in place, and return the module.
+    """Redistribute a module and its optimizers to the layouts of another plan, in place, and return the module.
 
     Parameters, buffers, gradients and all optimizer state are redistributed, one tensor after another: each rank
     receives the elements that it lacks, and holds at most the old and the new part of one tensor beside its parts of

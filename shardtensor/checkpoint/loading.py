@@ -44,22 +44,22 @@ def load(
     cast: bool = False,
     process_group: Any = None,
 ) -> Any:
-    """Load a checkpoint into objects as they are sharded here. All ranks of the group call it.
+    """Load a checkpoint into objects with their current layouts. All ranks of the group call it.
 
     Each rank reads the bytes of its own shards and no others. First it verifies the checksums of the blocks that hold
     them; values are copied when every rank has done so. So after an error all objects are unchanged, and the memory
     that a load needs is that of the optimizer's new state, and a few buffers of 16 MiB.
 
     Args:
-        path: a folder that `save` has written, or a folder or file of safetensors, as those of Hugging Face. Nothing
-            is unpickled.
+        path: a folder that `save` has written, or a folder or file of safetensors, as from Hugging Face. Nothing is
+            unpickled.
         model, optimizer, scheduler, dataloader: as for `save`; what is not passed is not loaded. The model may be on
             the meta device: its tensors then get memory on the group's device.
         extra: a dict to update with the saved ``extra``.
         rng: set the random generators of each rank; by default if an optimizer is loaded. In a world of another size
             they are set only if the states of all ranks were equal.
         strict: raise for tensors that are missing, extra, or of another shape, and for state of another optimizer
-            class. Else these are left as they are, with a warning.
+            class. If False, these stay unchanged, with a warning.
         cast: convert values to the dtypes of the model's tensors where these differ; else they raise an error.
         process_group: the ranks that load, by default all.
 

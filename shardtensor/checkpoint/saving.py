@@ -1,7 +1,7 @@
 """`save` and `async_save`: a checkpoint of a training run, or of a model, in one folder.
 
-The files are written into a hidden folder beside the target. When all are on the disk, rank 0 writes the manifest and
-renames the folder, so that at every moment the target is absent, or whole.
+The files are written into a hidden folder next to the target. When all are on the disk, rank 0 writes the manifest and
+renames the folder, so that at every moment the target is absent or complete.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ def save(
 
     The model's tensors are written whole, as the safetensors files of Hugging Face: ``transformers``, vLLM and others
     load them from the folder. Each tensor goes to one rank, which writes it, so all ranks write about as many bytes.
-    The optimizer's state lies in the folder ``state``: each rank writes the parts that it holds. A checkpoint loads
+    The optimizer's state is in the folder ``state``: each rank writes the parts that it holds. A checkpoint loads
     into any layout on any number of ranks.
 
-    Until all is on the disk, the folder at `path` does not exist, or is the one of an earlier save; a crash at any
-    moment leaves it so.
+    The folder appears at `path` when everything is on the disk. Until then, also if a rank crashes, `path` does not
+    exist or has the earlier checkpoint.
 
     Args:
-        path: the folder, which is made; or a URL that fsspec knows. All ranks see it: a disk that machines share.
+        path: the folder, which is created, on a disk that all ranks share; or a URL that fsspec supports.
         model: a module, a state dict, or a dict of several modules. A ``config`` of transformers is written, too.
         optimizer: a `ShardedOptimizer`, a `ZeroRedundancyOptimizer`, any ``torch.optim`` optimizer, or a dict of them;
             state is saved by the names of the parameters in the model.
         scheduler: an object with ``state_dict`` and ``load_state_dict``, such as a scheduler or a GradScaler, or a dict
             of them.
-        dataloader: the same; but its state is saved for each rank.
+        dataloader: the same, but the state of each rank is saved.
         extra: numbers, text, tensors, and lists and dicts of these. If ranks pass different values, rank 0's are saved;
             keys must be equal.
         step: the number of the training step, by which `latest` finds the newest checkpoint.
         rng: save the states of each rank's random generators.
         layout: ``"whole"``, or ``"as is"``: each rank writes the parts of the model that it holds, and nothing is sent.
-        keep_last: remove older checkpoints in the same parent folder whose names differ from `path` only in numbers, so
-            that so many are left.
+        keep_last: how many checkpoints to keep in the same parent folder, among those whose names differ from `path`
+            only in numbers; older ones are removed.
         fingerprint: save the `fingerprint` of each model and optimizer, which a load compares. By default if all
             tensors together have at most 256 MiB: it reads about 3 GB in a second on a CPU, and 35 GB on a GPU.
         process_group: the ranks that save, by default all.
@@ -119,7 +119,7 @@ def async_save(
     """Start a `save`, and return when the values are copied; a thread of each rank writes them.
 
     The tensors are copied to host memory (page-locked for tensors on GPUs, where the copies run in the current stream,
-    so the next kernels may change the tensors). That memory is kept for the next save. At most one save is on its way:
+    so the next kernels may change the tensors). That memory is kept for the next save. At most one save is in progress:
     another one, or a load, first waits for it. All ranks of the group call it.
 
     Args:
@@ -145,7 +145,7 @@ def async_save(
 
 
 class Saving:
-    """A save that is on its way."""
+    """A save that is in progress."""
 
     def __init__(self, finish: Callable[[], None], *, in_thread: bool) -> None:
         global _current
@@ -182,7 +182,7 @@ class Saving:
             raise error
 
     def release(self) -> None:
-        """Wait until the thread has ended, before process groups are destroyed; warn of an error nobody has seen."""
+        """Wait for the thread, before process groups are destroyed; warn of an error that no call has raised."""
         if self._thread.ident is not None:
             self._thread.join()
         if self._error is not None:
@@ -202,7 +202,7 @@ _current: Saving | None = None
 
 
 def wait_for_save() -> None:
-    """Wait for the save that is on its way, and raise its error if nobody has seen it."""
+    """Wait for the save that is in progress, and raise its error if no call has raised it."""
     global _current
     current, _current = _current, None
     if current is not None:

@@ -1,6 +1,7 @@
-"""``shardtensor check``: all errors of a plan for one model and world, before anything runs.
+"""``shardtensor check``: all errors of a plan for one model and world, before anything runs on devices.
 
-Imports no torch, except for --module or --numeric.
+Text, layouts and names are checked without torch. Where the module can be made (``--module``, or transformers makes it
+of the config.json), one step of it, or of a small model of its structure, runs on all ranks in this process.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
+import attrs
+
 from shardtensor.cli.arguments import add_model_arguments
-from shardtensor.errors import ShardTensorError, SpecError
+from shardtensor.errors import NotTraced, PlanError, ShardTensorError, SpecError
 
 FAILS, USAGE = 1, 2
-NO_TORCH = "install it: `pip install torch`, or check without --numeric: text and layouts"
 
 
 def add_parser(commands: Any) -> None:
@@ -24,21 +25,19 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "check",
         help="check a plan for a model and a number of ranks",
-        description="Match a plan to a model and say everything that is wrong, with its place; or, when nothing is, "
-        "how the tensors lie and what they cost. Needs no GPU and starts no process. Exit status 0 when there are at "
-        "most warnings, 1 when there are errors (with --strict: warnings too), 2 when the options are wrong or a file "
-        "is not there.",
+        description="Match a plan to a model and print everything that is wrong, with its place; or, if nothing is, "
+        "how the tensors are sharded and what they cost. Where the module can be made, by --module or by transformers, "
+        "one training step of a small one runs on ranks in this process, and each value and gradient is compared with "
+        "the dense one. Needs no GPU and starts no process. Exit status 0 if there are at most warnings, 1 if there "
+        "are errors (with --strict: warnings too), 2 if the options are wrong or a file is missing.",
     )
     parser.add_argument("plan", help="a plan file, or the name of one that comes with the package")
     add_model_arguments(parser)
     parser.add_argument("--format", choices=("text", "json", "github"), default="text")
     parser.add_argument("--strict", action="store_true", help="warnings are errors, too")
-    parser.add_argument(
-        "--numeric",
-        action="store_true",
-        help="also run one step of --module, or of transformers' model of a small config.json, on simulated ranks, "
-        "and compare every gradient with the dense one",
-    )
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--numeric", action="store_true", help="it is an error if no step can run")
+    steps.add_argument("--no-step", action="store_true", help="run no step, and import neither torch nor the module")
     parser.set_defaults(run=run)
 
 
@@ -46,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     """Run ``shardtensor check``; returns the exit status."""
     from shardtensor.plan.findings.report import folded
 
-    ran = ""
+    ran = Ran()
     try:
         findings, summary, ran = _checked(options)
     except ShardTensorError as error:
@@ -61,17 +60,27 @@ def run(options: argparse.Namespace) -> int:
     return FAILS if failed else 0
 
 
-def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, str]:
-    """Return the findings, the summary if none of them is an error, and the name of the step that ran."""
+@attrs.frozen
+class Ran:
+    """The step that ran, in words; or why none did."""
+
+    text: str = ""
+    why_not: str = ""
+
+
+def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, Ran]:
+    """Return the findings, the summary if none of them is an error, and the step that ran."""
     from shardtensor.cli.model_source import resolved_of
     from shardtensor.plan.estimates.summary import summarize
-    from shardtensor.plan.findings.checking import check_plan
+    from shardtensor.plan.findings.checking import OF_FLOWS, check_plan
 
     resolved = resolved_of(options.plan, options)
-    findings, ran = check_plan(resolved), ""
-    if options.numeric and not _errors(findings):
-        found, ran = _numeric(options, resolved)
-        findings = (*findings, *found)
+    findings, ran = check_plan(resolved), Ran()
+    errors = _errors(findings)
+    if not errors or not any(each.code not in OF_FLOWS for each in errors):
+        found, ran = compare_step(options, resolved)
+        mended = any(each.severity == "error" for each in found)
+        findings = (*(each for each in findings if not mended or each.severity != "error"), *found)
     return findings, None if _errors(findings) else summarize(resolved, options.plan), ran
 
 
@@ -79,36 +88,47 @@ def _errors(findings: Sequence[Any]) -> list[Any]:
     return [finding for finding in findings if finding.severity == "error"]
 
 
-def _numeric(options: argparse.Namespace, resolved: Any) -> tuple[tuple[Any, ...], str]:
-    """Return the findings of one step of a small model, none if gradients are right, and the name of what ran."""
-    if find_spec("torch") is None:
-        raise SpecError("--numeric needs torch, which is not installed", fix=NO_TORCH, code="E303")
-    from shardtensor.cli.model_source import small_model
-    from shardtensor.sharding.numeric import check_numeric
+def compare_step(options: argparse.Namespace, resolved: Any) -> tuple[tuple[Any, ...], Ran]:
+    """Run a step, if a module can be made: return its findings, none if loss and gradients are right."""
+    from shardtensor.cli.model_source import OWN_MODEL, case_of
 
-    make, name = small_model(options, resolved)
-    plan, ran = resolved.plan, f"{name} on {options.world:,} ranks"
-    return check_numeric(plan, make), ran
+    if options.no_step:
+        return (), Ran(why_not="--no-step")
+    try:
+        case = case_of(options, resolved)
+        from shardtensor.trace.check import check_numeric
+
+        return check_numeric(case.plan, case.make), Ran(case.text)
+    except NotTraced as error:
+        if options.numeric:
+            raise SpecError(f"--numeric: {error.text}", fix=[OWN_MODEL, *error.ways], code="E303") from None
+        return (), Ran(why_not=str(error))
+    except PlanError as error:
+        if options.numeric:
+            raise
+        return (), Ran(why_not=str(error).partition("\n")[0])
 
 
-def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any, ran: str) -> None:
+def _print(options: argparse.Namespace, findings: Sequence[Any], summary: Any, ran: Ran) -> None:
     from shardtensor.cli.check_text import looked_at, print_findings, summary_text
     from shardtensor.plan.findings.report import github_report, json_report
 
     if options.format == "json":
-        more = {"summary": None, "numeric": ran}
+        more = {"summary": summary, "step": ran.text, "no_step": ran.why_not}
         if summary is not None:
-            more |= {"summary": summary, "checked": looked_at(ran)}
+            more["checked"] = looked_at(ran.text)
         print(json_report(findings, **{key: value for key, value in more.items() if value}))
     elif options.format == "github":
         print(github_report(findings), end="\n" if findings else "")
     else:
         print_findings(findings)
         if summary is not None:
-            print(summary_text(summary, ran))
-        if ran:
-            text = "every gradient is the dense one" if summary is not None else "what ran"
-            print(f"\n{text}: {ran}")
+            print(summary_text(summary, ran.text))
+        if ran.text:
+            text = "one step gives the dense loss and gradients" if summary is not None else "what ran"
+            print(f"\n{text}: {ran.text}")
+        elif ran.why_not and not _errors(findings):
+            print(f"\nnot checked, how values pass between modules: {ran.why_not}")
 
 
 def _fail(options: argparse.Namespace, text: str) -> None:

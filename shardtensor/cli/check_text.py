@@ -51,7 +51,7 @@ def looked_at(ran: str) -> str:
     Args:
         ran: the step that ran, in words; empty if none did.
     """
-    return "text, layouts and the values of a small step checked" if ran else "text and layouts checked; values not run"
+    return "text, layouts and one step checked" if ran else "text and layouts checked; no step ran"
 
 
 def summary_text(summary: Mapping[str, Any], ran: str = "") -> str:

@@ -6,14 +6,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from shardtensor.errors import SpecError
+from shardtensor.errors import NotTraced, SpecError
 from shardtensor.plan.loading import read_config
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import dtype_of, model_from_dims, no_tensors, other_family, refuse_quantised
@@ -21,9 +21,6 @@ from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Resolved
 from shardtensor.plan.text.reading import read_plan
-
-MOST = 1 << 27
-"""The largest number of elements that the ranks of one process may hold together."""
 
 OWN_MODEL = "give --module PKG:FN; FN() makes a small one of the same names, or it and step(module, sample) -> loss"
 
@@ -135,37 +132,30 @@ def builder_of(text: str) -> Callable[[], Any]:
         raise SpecError(f"--module {text} is not there", {"found": str(error)}, fix, code="E303") from None
 
 
-def small_model(options: Any, resolved: Resolved) -> tuple[Callable[[], Any], str]:
-    """Return the function that makes the module of ``check --numeric``, and the module's name in messages.
-
-    ``--module`` names it; else transformers makes the model of a small config.json.
+def case_of(options: Any, resolved: Resolved) -> Any:
+    """Return the `Case` of a command's options: the module of ``--module``, or a small one of the config.json.
 
     Raises:
-        SpecError: E303, there is no such module, or one step of it is too large for one process.
+        NotTraced: there is no such module, or none that runs on all ranks in this process.
     """
-    if options.module is not None:
-        return builder_of(options.module), options.module
-    config, source = read_config(options.model)
-    if "model_type" not in config:
-        raise SpecError("--numeric runs a module, and none is given", fix=OWN_MODEL, code="E303")
-    size = sum(tensor.numel for tensor in resolved.model.tensors)
-    if size * options.world > MOST:
-        raise SpecError(
-            f"--numeric runs all ranks in this process, and the model of {source} is too large for that",
-            {"found": f"{size:,} parameters on {options.world:,} ranks", "at most": f"{MOST // options.world:,}"},
-            [OWN_MODEL, "give a config.json of smaller sizes and fewer layers, and a smaller --world"],
-            code="E303",
-        )
-    from shardtensor.cli.model_source import transformers_model
+    if not is_installed("torch"):
+        raise NotTraced("torch is not installed", "install it: `pip install torch`")
+    from shardtensor.trace.case import own_case, small_case
 
+    config = resolved.plan.config
+    if options.module is not None:
+        return own_case(options.plan, resolved.plan, config, builder_of(options.module))
+    if "model_type" not in config:
+        raise NotTraced("no module is given")
+    if not is_installed("transformers"):
+        raise NotTraced(
+            "transformers, which makes the model of a config.json, is not installed", "install transformers"
+        )
     try:
-        transformers_model(config)
-    except ImportError:
-        fault, ways = f"transformers, which makes the model of {source}, is not installed", ["install transformers"]
-        raise SpecError(f"--numeric: {fault}", fix=[OWN_MODEL, *ways], code="E303") from None
+        keys = full_config(config)
+        return small_case(options.plan, resolved.plan, keys, transformers_model)
     except ValueError as error:
-        raise SpecError(f"--numeric: {error}", fix=OWN_MODEL, code="E303") from None
-    return partial(transformers_model, config, "cpu"), f"the model of {source}"
+        raise NotTraced(str(error).partition("\n")[0]) from None
 
 
 def _from_module(text: str) -> Model:
@@ -190,6 +180,8 @@ def transformers_model(config: Mapping[str, Any], device: str = "meta") -> Any:
 
     try:
         hf_config = transformers.AutoConfig.for_model(**config)
+        if device != "meta":
+            hf_config._experts_implementation = "eager"  # the fused ones do not compute in float64
         name = next(iter(config.get("architectures") or ()), "")
         with torch.device(device):
             model_class = getattr(transformers, name, None)
@@ -197,3 +189,23 @@ def transformers_model(config: Mapping[str, Any], device: str = "meta") -> Any:
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"transformers makes no model of this configuration: {error}") from None
     return model.to(getattr(torch, dtype_of(config)))
+
+
+def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all keys of a configuration, those with their default values too.
+
+    Raises:
+        ValueError: transformers has no such model.
+    """
+    import transformers
+
+    try:
+        return {**transformers.AutoConfig.for_model(**config).to_dict(), **config}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        version = getattr(transformers, "__version__", "")
+        raise ValueError(f"transformers {version} makes no model of this configuration: {error}") from None
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported, without importing it."""
+    return sys.modules[package] is not None if package in sys.modules else find_spec(package) is not None

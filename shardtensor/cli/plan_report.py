@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import attrs
 from rich.console import Console
 from rich.table import Table
 
-from shardtensor.cli.model_source import family_first, model_of, resolved_of
+from shardtensor.cli.model_source import family_first, is_installed, model_of, resolved_of
 from shardtensor.cost.profile import Profile, read_profile
-from shardtensor.errors import PlanError
+from shardtensor.errors import NotTraced, PlanError
 from shardtensor.layout.explain import bytes_text
 from shardtensor.plan.estimates.estimate import (
     Batch,
@@ -284,10 +283,6 @@ Tracer = Callable[[Plan, int, int], TracedStep]
 _GIVE = "give --module PKG:FN; FN() returns the model, or (model, step) with step(model, sample) -> loss"
 
 
-class NotTraced(Exception):
-    """A step cannot be counted; the text has the reason and the fix."""
-
-
 def tracer_of(options: argparse.Namespace, config: Mapping[str, Any]) -> Tracer:
     """Return a function that counts steps of the model in a command's options. Imports torch if there is a model.
 
@@ -298,12 +293,12 @@ def tracer_of(options: argparse.Namespace, config: Mapping[str, Any]) -> Tracer:
     """
     if options.no_step:
         raise NotTraced("leave out --no-step for its collectives, FLOPs and seconds")
-    if not _is_installed("torch"):
+    if not is_installed("torch"):
         raise NotTraced("install torch to count its collectives, FLOPs and seconds")
     module, step = _made(options, config)
     import torch
 
-    from shardtensor.sharding.numeric import example_step
+    from shardtensor.trace.example import example_step
     from shardtensor.trace.step import trace_step
 
     if options.dtype is not None:
@@ -338,13 +333,9 @@ def _made(options: argparse.Namespace, config: Mapping[str, Any]) -> tuple[Any, 
     if options.module is not None:
         made = builder_of(options.module)()
         return made if isinstance(made, tuple) else (made, None)
-    if not _is_installed("transformers"):
+    if not is_installed("transformers"):
         raise NotTraced(f"{_GIVE}; or install transformers, which makes it of a config.json")
     try:
         return transformers_model(config), None
     except ValueError as error:
         raise NotTraced(f"{error}; {_GIVE}") from None
-
-
-def _is_installed(package: str) -> bool:
-    return sys.modules[package] is not None if package in sys.modules else find_spec(package) is not None

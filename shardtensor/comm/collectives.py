@@ -1,4 +1,4 @@
-"""Collectives with gradients, each beside its adjoint.
+"""Collectives with gradients, each next to its adjoint.
 
 A *replicated* tensor is equal on every rank, and so is its gradient. A *partial* tensor has a different value on each
 rank, and its value is their sum. A *shard* is this rank's range of the elements. In each pair below one function is

@@ -42,7 +42,7 @@ class Group(ABC):
 
     Attributes:
         ranks: global ranks of the members, in group order; `size` is their number, `rank` this process's own.
-        index: this process's place in `ranks`; -1 when it is not a member.
+        index: the position of this process in `ranks`; -1 if it is not a member.
         device_type: ``"cuda"`` or ``"cpu"``: the device whose tensors the backend sends without a copy.
         process_group: the torch process group, or None.
         mesh: the mesh of the group's ranks if it was made from a DeviceMesh of two or more axes, else None.

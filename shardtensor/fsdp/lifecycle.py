@@ -98,8 +98,8 @@ def _release_state(state: FSDPState) -> None:
 def free_gathered(module: nn.Module) -> None:
     """Free the memory that units of a module are gathered into, and that their gradients are reduced in.
 
-    Otherwise it stays allocated from pass to pass: call this, for example, after evaluation. The next forward allocates
-    it anew. Sends nothing; all ranks call it on the outermost fully sharded module, between passes.
+    Otherwise it stays allocated between passes: call this, for example, after evaluation. The next forward allocates it
+    again. Sends nothing; all ranks call it on the outermost fully sharded module, between passes.
 
     Raises:
         RuleError: a forward or a backward is running, or a graph has saved a tensor in that memory. Nothing has

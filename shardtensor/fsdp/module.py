@@ -17,8 +17,8 @@ from shardtensor.fsdp.state import SHARDED, FSDPState, state_of, states_in
 class FSDPModule:
     """The base that `fully_shard` gives a module's class.
 
-    Its methods have the names and the meaning of those of ``torch.distributed.fsdp.FSDPModule``. All ranks call them
-    alike. Unless a method's docstring states otherwise, call it between forward and backward passes, and it sends
+    Its methods have the names and the meaning of those of ``torch.distributed.fsdp.FSDPModule``. All ranks make the
+    same calls. Unless a method's docstring states otherwise, call it between forward and backward passes; it sends
     nothing. Options take effect from the next forward or backward on.
     """
 
@@ -62,10 +62,10 @@ class FSDPModule:
     # -- gathering --------------------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own parameters now, so that its next forward need not. Collective; not recursive.
+        """Gather this module's own parameters now, for its next forward. Collective; not recursive.
 
-        The module still shows its sharded parameters. If they are written before the forward, which all ranks must do
-        alike, the forward gathers again. Gathered parameters stay until the backward of that forward, or until
+        The module still shows its sharded parameters. If they are written before the forward, on all ranks or on
+        none, the forward gathers again. Gathered parameters stay until the backward of that forward, or until
         ``reshard()``.
 
         Args:
@@ -138,7 +138,7 @@ class FSDPModule:
                 _is_changed(state)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather ahead as many modules as the list has, while this one runs forward; the default is one.
+        """While this module runs forward, gather as many of the next modules as the list has; the default is one.
 
         They are gathered in the order of their use, which the first forward records, whatever the order of the list.
         Each additional module takes memory for one gathered module.
@@ -146,7 +146,7 @@ class FSDPModule:
         self._set_prefetch(0, modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather ahead as many modules as the list has, while this one runs backward; the default is one."""
+        """While this module runs backward, gather as many of the next modules as the list has; the default is one."""
         self._set_prefetch(1, modules)
 
     def _set_prefetch(self, direction: int, modules: Sequence[Any]) -> None:
@@ -225,7 +225,7 @@ class FSDPModule:
     def set_post_optim_event(self, event: Any) -> None:
         """Make the gathers of the next forward also wait for `event`; later ones do not.
 
-        They wait for all work before that forward in any case.
+        They always wait for all work that was launched before that forward.
         """
         state = self._fsdp_state
         state.found_runtime().post_optim_event = event
@@ -339,9 +339,9 @@ class _Around:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Check the modules only. In torch's FSDP, modules without a common root then share streams and their memory.
+    """Check the modules, nothing else. In torch's FSDP, modules without a common root then share streams and memory.
 
-    Gathered parameters and packed gradients lie in buffers that are allocated once, so streams cannot fragment memory.
+    Here gathered parameters and packed gradients use buffers that are allocated once, so no memory is fragmented.
 
     Raises:
         LayoutError: (a ValueError) a module is not fully sharded.

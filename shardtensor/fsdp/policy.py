@@ -19,10 +19,10 @@ Reshard = bool | int | None
 
 @attrs.frozen
 class MixedPrecisionPolicy:
-    """The dtypes of a fully sharded module. Shards, their gradients and the optimizer's state keep the parameters' own.
+    """The dtypes of a fully sharded module. Shards, their gradients and optimizer state keep the parameters' dtype.
 
     Args:
-        param_dtype: the dtype in which parameters are gathered and used; None for their own.
+        param_dtype: the dtype in which parameters are gathered and used; None keeps their dtype.
         reduce_dtype: the dtype in which gradients are reduced, over tensor-parallel ranks too (except in compiled
             code); None for the gradients' own.
         output_dtype: the dtype to cast floating-point outputs of the module to; None to leave them.
@@ -42,7 +42,7 @@ class OffloadPolicy:
 
 @attrs.frozen
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards, their gradients and so the optimizer's state on the CPU; copy shards to the device to gather.
+    """Keep shards, their gradients and so the optimizer's state on the CPU. To gather, shards are copied to the device.
 
     Args:
         pin_memory: keep them in pinned memory, which lets copies overlap with the device's work.

@@ -20,8 +20,8 @@ def fsdp_summary(module: nn.Module) -> str:
     parameter groups: dtype, number of parameters, and the share of padding if it is at least one percent.
 
     A unit that is gathered again in backward costs one more gather of its bytes; one that stays unsharded costs memory.
-    Units that contain other units stay so, since they are in use all the time between. Units of 64 KiB or less
-    stay too: their gather takes longer to start than to run. ``reshard_after_forward=True`` or False overrides this.
+    Units that contain other units stay unsharded, because they are in use in between; so do units of 64 KiB or less,
+    whose gather takes longer to start than to run. ``reshard_after_forward=True`` or False overrides this.
 
     Raises:
         LayoutError: nothing in the module is fully sharded.

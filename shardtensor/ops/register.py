@@ -30,11 +30,11 @@ def register_op(*args: Any, combine: str = "", call: str = "") -> Any:
     replaced.
 
     Args:
-        func: of torch (``torch.special.ndtr``, a custom op ``torch.ops.my.fused``) or of your own, of plain tensors.
+        func: of torch (``torch.special.ndtr``, a custom op ``torch.ops.my.fused``), or your own, on plain tensors.
         rule: a letter for each dim of each operand and of the output: ``... k, n k -> ... n``.
             `shardtensor.rules.pattern` documents the notation.
         combine: for letters that the output lacks, what reduces the ranks' results: ``k sum``.
-        call: the arguments, if there are others than the operands: ``input, weight, eps=``.
+        call: the parameters, if the function has others than the operands: ``input, weight, eps=``.
 
     Returns:
         The function to call: `func` itself if torch dispatches it to ShardedTensors, else a wrapper that does.

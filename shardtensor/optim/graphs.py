@@ -40,7 +40,7 @@ def graphed_step(
             which no gradient is used by a later call. It must not read tensors on the host, and its Python code runs
             only in the capture. All values that change between calls must be in its arguments: tensors, in nested
             lists, tuples and dicts, with the same shapes, dtypes and layouts each time. Step schedulers outside of it.
-        warmup: calls before the capture, at least one: optimizers make their state, NCCL connects.
+        warmup: calls before the capture, at least one: in these optimizers create their state and NCCL connects.
         clone_outputs: return new tensors from each call. False returns the graph's, which the next call overwrites.
         device: of the step; the current CUDA device if there is one.
 

@@ -251,24 +251,24 @@ def _turns(x: torch.Tensor) -> list[slice]:
 class ParallelCrossEntropy(nn.Module):
     """The cross entropy of the whole logits, behind a column-parallel head: two all-reduces of the size of the losses.
 
-    All ranks of the group make it. All ranks that the classes are sharded over call it, with the same targets; each
+    All ranks of the group create it. All ranks that the classes are sharded over call it, with the same targets; each
     with its columns of the logits. Value and gradient are those of ``F.cross_entropy`` of the whole logits, the classes
-    last. On CUDA the host does not wait, so the call can be part of a CUDA graph. It can be differentiated once.
+    last. On CUDA the host does not wait, so a CUDA graph can contain the call. It can be differentiated once.
     Compiled, with ``fullgraph=True`` too, it is one graph.
 
     Args:
         num_classes: the true number of classes, without padding.
         spec: how the logits are sharded, as in the ``out`` of the head: ``"[..., tp]"``, ``"[..., tp pad(64)]"``,
             ``"[..., tp balanced]"``; some ranks may have none.
-        weight: of each class, ``(num_classes,)``, equal on all ranks.
+        weight: the weights of the classes, ``(num_classes,)``, equal on all ranks.
         process_group: a process group, a DeviceMesh that has the axes, or None for the default group.
         data_axes: axes of that mesh along which targets differ. A mean then divides by the mean number (or weight) of
-            valid targets over these axes, with one more all-reduce of a number: so the mean of all ranks' losses,
-            to which averaged gradients belong, is the mean over all targets, however many each rank has. Then all
-            ranks along these axes call it, too.
+            valid targets over these axes, with one more all-reduce of a number. So the mean of all ranks' losses is
+            the mean over all targets, however many each rank has, and averaged gradients are those of this mean.
+            All ranks along these axes must call it, too.
         ignore_index: targets of this value are ignored.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``; a mean over no valid target is nan, as in torch.
-        label_smoothing: from 0 to 1; that share of each target is spread over all classes.
+        label_smoothing: from 0 to 1; this share of each target is distributed over all classes.
         z_loss: adds ``z_loss * logsumexp(logits)**2`` to the loss of each valid target, weighted like the target.
 
     Called with:
@@ -281,7 +281,7 @@ class ParallelCrossEntropy(nn.Module):
         the loss are float32, or float64 for such logits; the gradient has the dtype of the logits.
 
     Raises:
-        IndexError: a target is out of bounds; on all ranks. On CUDA an assert on the device instead, as torch's, unless
+        IndexError: a target is out of bounds; on all ranks. On CUDA it is a device-side assert, as in torch, unless
             ``SHARDTENSOR_CHECK=collectives`` is set.
         LayoutError: (a ValueError) the logits, targets or weights do not fit the classes. If only some ranks have such
             logits, all raise it on the CPU; elsewhere, and compiled, only those ranks.

@@ -43,13 +43,13 @@ def data_parallel(
 
     Each rank calls the module on its own part of the batch, and backward from the mean loss of that part. When
     backward returns, every gradient is the one of the mean over all data ranks: what the dense module has for the whole
-    batch, where the parts are of one size. Parameters may be plain, or sharded over the other axes of the mesh. The
+    batch, if all parts have the same size. Parameters may be plain, or sharded over the other axes of the mesh. The
     gradient of one that is sharded along a data axis (experts, to which tokens are sent) is divided by the size of that
     axis and not summed over it.
 
     Ranks send gradients in buckets, each as soon as backward has filled it. A parameter without a gradient on some
     ranks counts as zero there; one without a gradient on all ranks keeps None; only a rank whose backward reaches no
-    parameter at all makes the others wait. Hooks of ``backward`` get gradients before they are averaged, and
+    parameter at all makes the others wait. Hooks in backward get gradients that are not averaged, and
     ``torch.autograd.grad`` returns such; averages have no graph (``create_graph=True``). Buffers are not averaged. The
     next forward of `module`, if it is not compiled, detects replaced parameters (``to_empty``,
     ``load_state_dict(assign=True)``, sharding after this call). A copy of the module (``deepcopy``, pickle) is not data
@@ -103,7 +103,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         module: as `data_parallel` returned it.
 
     Raises:
-        RuleError: it is not data parallel itself; perhaps a submodule or a wrapper of it is.
+        RuleError: `data_parallel` was not called on this module, perhaps on a submodule or a wrapper of it.
 
     Example:
         >>> model = data_parallel(nn.Linear(1, 1))

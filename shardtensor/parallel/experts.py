@@ -66,13 +66,13 @@ class MoE(nn.Module):
     """A router and its experts.
 
     Args:
-        gate: from (n, d) to scores of (n, number of experts); the same on every rank.
+        gate: a module that maps (n, d) to scores (n, number of experts); the same on every rank.
         experts: called with tokens (n, d), numbers of their experts (n, k) and their weights (n, k); returns (n, d).
             A `GatedExperts`, an `ExpertList`, or the user's own module around `dispatch_tokens`.
         top_k: experts of each token.
-        normalize: make the weights of each token add up to one.
+        normalize: scale the weights of each token so that their sum is one.
 
-    Shapes: (..., d), this rank's own tokens, to the same.
+    Shapes: (..., d), this rank's own tokens; the result has the same shape.
 
     References:
         Shazeer et al., Outrageously Large Neural Networks (arXiv:1701.06538); experts over ranks: Lepikhin et al.,
@@ -106,15 +106,15 @@ class GatedExperts(nn.Module):
     Hugging Face checkpoints.
 
     Args:
-        num_experts: of all ranks together.
+        num_experts: the number on all ranks together.
         embed: width d of the tokens.
         hidden: width inside of an expert.
-        activation: of the gate, elementwise.
+        activation: the elementwise function of the gate.
 
     Attributes:
-        gate_up_proj: (num_experts, 2 * hidden, embed), gate above up. Shard it ``[ep, -, -]``, over one axis or
+        gate_up_proj: (num_experts, 2 * hidden, embed), gate first, then up. Shard it ``[ep, -, -]``, over one axis or
             several, or inside the experts too, ``[ep, tp blocks(2), -]``. Uneven shards need ``balanced`` or sizes.
-        down_proj: (num_experts, embed, hidden). Shard it alike: ``[ep, -, -]`` or ``[ep, -, tp]``.
+        down_proj: (num_experts, embed, hidden). Shard it the same way: ``[ep, -, -]`` or ``[ep, -, tp]``.
 
     Example:
         >>> experts = GatedExperts(4, embed=3, hidden=5)
@@ -139,7 +139,7 @@ class GatedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights as `nn.Linear` draws those of each expert."""
+        """Initialize the weights of each expert as `nn.Linear` does."""
         for weight in (self.gate_up_proj, self.down_proj):
             bound = weight.shape[2] ** -0.5 if weight.shape[2] else 0.0
             nn.init.uniform_(weight, -bound, bound)
@@ -148,7 +148,7 @@ class GatedExperts(nn.Module):
     def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return for each token the weighted sum of its experts' results.
 
-        All ranks over which the experts are sharded call it, each with its own tokens; along ``tp`` with equal ones.
+        All ranks over which the experts are sharded call it, each with its own tokens, which are equal along ``tp``.
 
         Args:
             tokens: (n, embed); n differs from rank to rank.
@@ -156,7 +156,7 @@ class GatedExperts(nn.Module):
             weights: (n, k).
 
         Returns:
-            (n, embed), of the dtype of the tokens; under autocast of autocast's.
+            (n, embed), in the dtype of the tokens; under autocast in its dtype.
         """
         stacks: tuple[Any, Any] = self._parameters["gate_up_proj"], self._parameters["down_proj"]
         subgroup, held, inner = place(*stacks)
@@ -223,10 +223,10 @@ class ExpertList(nn.Module):
     not include those of other ranks: clip experts separately, or use `GatedExperts`.
 
     Args:
-        num_experts: of all ranks together; distributed in order, as evenly as possible.
-        make: returns the expert of a number; called for this rank's only. ``dense.__getitem__`` of a ``ModuleList``
-            uses its modules. An expert maps (m, d) to (m, d).
-        process_group: the ranks that hold the experts; of a DeviceMesh with several axes those along `axis`. None is
+        num_experts: the number on all ranks together; distributed in order, as evenly as possible.
+        make: returns the module of the expert with this number; called for the experts of this rank only.
+            ``dense.__getitem__`` of a ``ModuleList`` uses its modules. An expert maps (m, d) to (m, d).
+        process_group: the ranks that hold the experts; with several axes of a DeviceMesh, those along `axis`. None is
             the default group.
         axis: name of an axis.
 

@@ -34,8 +34,8 @@ def shard_parameter(
 ) -> None:
     """Shard a parameter in place. The module's own forward then gives the dense output and gradients.
 
-    All ranks of the group call it. They first agree on the call in one small exchange; then `src_rank` sends every rank
-    its part, and nothing else moves. The parameter stays the same Python object, so it is sharded in all
+    All ranks of the group call it. They first compare the call in one small exchange; then `src_rank` sends every rank
+    its part, and nothing else is sent. The parameter stays the same Python object, so it is sharded in all
     modules and name tables that hold it; `requires_grad` stays, a gradient is dropped.
 
     Args:
@@ -43,12 +43,12 @@ def shard_parameter(
         param_name: its name, dotted for a submodule's; of global shape, contiguous. A buffer or a tensor attribute
             is sharded too. One on the meta device stays there, and nothing is sent: see `materialize`.
         sharding_spec: a spec or its text; dims may be named, ``[out: tp]`` for a Linear.
-        src_rank: group rank whose values are taken.
+        src_rank: the group rank whose values are used.
         process_group: a process group, a DeviceMesh whose axes the spec names, or None for the default group.
 
     Raises:
         MissingParameterError: (an AttributeError) there is no such parameter.
-        LayoutError: (a ValueError) the spec does not fit; on every rank alike, with nothing changed.
+        LayoutError: (a ValueError) the spec does not fit; every rank raises it, and nothing has changed.
         DisagreementError: (a ValueError) ranks pass different specs, shapes or sources; nothing was sent.
 
     Example:

@@ -68,15 +68,15 @@ def dispatch_tokens(
 
     Args:
         tokens: (n, d), of any dtype; n differs from rank to rank and may be zero, d and dtype are equal on all.
-        experts: (n, k), integers: the experts of each token, counted over all ranks.
-        num_experts: of all ranks together, distributed in order and as evenly as possible, with one more on the first
-            ranks; or how many each rank holds.
+        experts: (n, k), integers: the experts of each token, by their number among those of all ranks.
+        num_experts: the number on all ranks together, distributed in order and as evenly as possible, with one more
+            on the first ranks; or how many each rank holds.
         process_group: the ranks that hold the experts: a process group, a DeviceMesh, or None for the default group.
 
     Raises:
         LayoutError: (a ValueError) tokens or experts are invalid, or an expert's number is out of range.
         DisagreementError: (a ValueError) ranks pass tokens of different widths or dtypes, numbers of experts or
-            gradient modes. Either is the same error on all ranks, and no row was sent.
+            gradient modes. All ranks raise the same error, and no row was sent.
 
     Example:
         >>> sent = dispatch_tokens(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1], [0], [1]]), num_experts=2)

@@ -23,10 +23,10 @@ class Plan:
         axes: its mesh.
         lines: the rules for tensors and modules; their order does not matter.
         stores, ties, dims, unmatched: the other statements.
-        params: the values of the parameters; `config` and `world` it was read for.
+        params: the values of the parameters; also `config` and `world`, for which the plan was read.
         sources: every text that was read, the plan's own file first.
-        findings: of the reader, without errors: an ``else`` side that was taken (N001).
-        is_part: whether tensors without a line stay as they are; else each tensor needs one.
+        findings: notes of the reader: an ``else`` side that is used (N001).
+        is_part: whether tensors without a rule stay unchanged; if False, each tensor needs a rule.
     """
 
     axes: Axes
@@ -59,7 +59,7 @@ class Plan:
                 ``"unmatched"`` mean the same as in a file. Styles are functions that return blocks.
             mesh: ``"dp=2, tp=4"``; an axis may be made of factors, ``"dp=2, tp(kvg=2, kvr=2)"``.
             data: the axes along which samples differ.
-            config: of the model, as a file would have read it.
+            config: the configuration of the model, from which a file would read its values.
 
         Raises:
             PlanError, SpecError: a key or a value cannot be read.

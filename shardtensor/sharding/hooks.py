@@ -67,9 +67,9 @@ class Use:
     """What a hook will do.
 
     Attributes:
-        apply: does it, after the module is sharded; all ranks call it. It may return an object with a ``remove()`` that
-            undoes it, or several.
-        takes: modules whose results it takes: these may stay sharded though no other module expects them sharded.
+        apply: a function that makes the change after the module is sharded; all ranks call it. It may return an
+            object with a ``remove()`` that undoes the change, or several.
+        takes: modules whose results it uses: these may stay sharded although no other module expects them sharded.
     """
 
     apply: Callable[[], Any]

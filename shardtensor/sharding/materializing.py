@@ -24,9 +24,9 @@ def materialize(module: nn.Module, device: torch.device | str | None = None, ini
 
     Each rank allocates its own parts only. Then the submodules set their values one after another, in the order in
     which they are built: children before their module, each module once. Random functions on a sharded tensor draw the
-    numbers of the whole, in small pieces; so with one seed the numbers are, bit for bit, those of the module built
-    without shards and reset in this order, and for stock layers those of building them directly. Besides its parts a
-    rank holds at most the largest single tensor for a moment. The generator states of the group's first rank are used.
+    numbers of the dense tensor, in small pieces. So with the same seed the numbers are, bit for bit, those of a dense
+    module that is reset in this order; for stock layers also those of a newly built one. Besides its parts a rank
+    holds at most the largest single tensor for a moment. The generator states of the group's first rank are used.
 
     Parameters stay the same objects, tied ones stay tied (the last module that sets a tied one decides its values), and
     tensors that have values keep them. If anything fails, the module is on the meta device as before.
@@ -37,12 +37,12 @@ def materialize(module: nn.Module, device: torch.device | str | None = None, ini
         device: of the memory. By default that of the specs' placements, else the device that the group uses.
         init: sets the values of a submodule, in place of its own ``reset_parameters()``; called as ``module.apply``
             would call it, but only for modules with meta tensors in or below them: ``model._init_weights``, for
-            example. If it assigns a new tensor, ``m.inv_freq = ...``, that has the values for the old one.
+            example. If it assigns a new tensor, ``m.inv_freq = ...``, the old tensor gets its values.
 
     Raises:
         PlanError: (a RuntimeError) nothing sets the values of some tensors: no ``reset_parameters`` in their module
             or above it, or one that leaves them out. The error names them all.
-        LayoutError: (a ValueError) `device` is the meta device, or one that is not there.
+        LayoutError: (a ValueError) `device` is the meta device, or one that does not exist.
         DisagreementError: (a ValueError) ranks have different modules.
 
     Example:

@@ -13,13 +13,13 @@ from shardtensor.spec.nodes import ShardingSpec
 
 
 class Sharder(abc.ABC):
-    """Shards a module in a user-defined way: a plan has it in place of a spec."""
+    """Shards a module in a user-defined way. Use it in a plan in place of a spec."""
 
     @abc.abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
         """Return the module that replaces `module` in its parent, perhaps the same one.
 
-        If it cannot be called and `module` can, it does not replace `module`, which stays as `shard` has left it.
+        If the result is not callable and `module` is, `module` is not replaced; it keeps the changes that `shard` made.
         """
 
 

@@ -47,24 +47,24 @@ def shard_module(module: nn.Module, plan: PlanLike, src_rank: int = 0, process_g
             its data axes, hooks are set. Tensors that it keeps whole stay plain ones.
             Or the path or the name of a plan file, such as ``"llama"``, which is read for ``module.config``.
             Or a `ShardingPlan`, or a dict of its rules, which leave tensors without a rule unchanged: from a pattern
-            of names to a spec, its text, or a `Sharder`. ``*`` stands for one segment of a name, ``**`` for any number,
-            ``{a,b}`` for one of those. The pattern of a module stands for all tensors below it, and may also map to a
-            dict of rules for what is below. In such a dict ``"in"``, ``"in NAME"`` (an argument), ``"out"`` and
+            of names to a spec, its text, or a `Sharder`. ``*`` matches one segment of a name, ``**`` any number,
+            ``{a,b}`` one of these. The pattern of a module applies to all tensors below it, and may also map to a dict
+            of rules for names below it. In such a dict ``"in"``, ``"in NAME"`` (an argument), ``"out"`` and
             ``"out NAME"`` (a result) redistribute values that enter or leave: ``"[-, tp, ...] -> replicate"``;
             ``"local NAME"`` names an attribute that becomes the rank's share, ``"use"`` a hook (see `register_hook`).
             Modules with flows take and return plain local tensors; `colwise`, `rowwise`, `along`, `vocab_embedding`
             and `vocab_head` are the usual ones. ``"optional bias"`` may match nothing. Flows are checked as a plan's
             are, but modules without a rule may return values in any layout that rules expect of them.
-        src_rank: group rank whose values are taken.
+        src_rank: the group rank whose values are used.
         process_group: a process group, a DeviceMesh whose axes the specs name, or None for the default group. All its
             ranks call this. A `Plan` makes its mesh over them by itself.
 
     Raises:
-        SpecError: (a ValueError) a plan file cannot be read, or not for this module's configuration.
-        PlanError: (a TypeError, KeyError and RuntimeError) an entry is no spec, two rules contradict each other, a flow
-            contradicts a weight, or a local value would reach a module that does not expect it.
+        SpecError: (a ValueError) a plan file cannot be read, or does not fit this module's configuration.
+        PlanError: (a TypeError, KeyError and RuntimeError) an entry is not a spec, two rules contradict each other, a
+            flow contradicts a weight, or a local value would reach a module that does not expect it.
         MissingParameterError: (an AttributeError) a pattern matches nothing.
-        LayoutError: (a ValueError) a spec does not fit its tensor; names it.
+        LayoutError: (a ValueError) a spec does not fit its tensor; the error names the tensor.
         DisagreementError: (a ValueError) ranks have different plans or modules; nothing was sent.
 
     Example:

@@ -23,7 +23,7 @@ def colwise(axis: Axis = "tp", *, unit: int = 1, blocks: int = 1, balanced: bool
     Args:
         axis: mesh axis, or several, major to minor.
         unit: elements that stay together: the size of a head.
-        blocks: how many matrices lie end to end along the outputs, such as 3 for q, k and v; each is sharded.
+        blocks: how many matrices are concatenated along the outputs, such as 3 for q, k and v; each is sharded.
         balanced: pieces may differ by one unit.
 
     Example:
@@ -90,7 +90,7 @@ def along(stream: str) -> Block:
 
 
 def vocab_embedding(axis: Axis = "tp", *, pad: int | None = None, to: str = "replicate") -> Block:
-    """Return rules for an embedding sharded along its vocabulary: ids of other ranks give zeros, and rows are summed.
+    """Return rules for an embedding sharded along its vocabulary: each rank looks up its ids, and results are summed.
 
     Args:
         axis: mesh axis, or several.

@@ -231,7 +231,7 @@ def _assign(spec: Any, attribute: attrs.Attribute, value: Any) -> Any:
 class ChunkShardingSpec(ShardingSpec):
     """One dim in one chunk per placement, with the sizes of ``torch.chunk`` (the last ones may be short or empty).
 
-    Its attributes can be assigned, as in torch. Functions copy the specs that they get, so this changes no tensor.
+    Its attributes can be assigned, as in torch. Functions copy their spec arguments, so existing tensors do not change.
 
     Args:
         dim: the dim; negative ones count from the end.
@@ -239,7 +239,7 @@ class ChunkShardingSpec(ShardingSpec):
         sizes: the size of each chunk, in elements, instead of torch.chunk's.
 
     Raises:
-        SpecError: the dim is no number, a placement cannot be parsed, or there is not one size for each placement.
+        SpecError: the dim is not a number, a placement cannot be parsed, or there is not one size for each placement.
 
     Example:
         >>> str(ChunkShardingSpec(dim=0, placements=["rank:0/cuda:0", "rank:1/cuda:1"]))

@@ -131,7 +131,7 @@ class Spec(ShardingSpec):
         return Spec.of(self.dims, self.named, **parts)
 
     def flat(self, *axes: str, unit: int | Literal["row"] = 1, sizes: Sequence[int] | None = None) -> Spec:
-        """Return this spec with each rank's local tensor flattened and cut over `axes` into ranges."""
+        """Return this spec with each rank's local tensor flattened and sharded over `axes` into ranges."""
         return self._with(flat=Flat(axes, unit, sizes))
 
     def only(self, axis: str, index: int) -> Spec:

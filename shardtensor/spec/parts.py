@@ -106,13 +106,13 @@ def _unit_or_row(value: Any) -> int | Literal["row"]:
 
 @attrs.frozen(cache_hash=True)
 class Cut:
-    """One dim cut over mesh axes.
+    """One dim that is sharded over mesh axes.
 
     Args:
         axes: an axis, or several, major to minor.
-        unit: the dim is cut only at multiples of this many elements.
-        blocks: the dim has this many equal consecutive blocks (a tuple: in these proportions), each cut separately.
-        pad: the dim is cut as if it were padded to the next multiple of this and of the number of pieces.
+        unit: pieces are multiples of this many elements.
+        blocks: the dim has this many equal consecutive blocks (a tuple: in these proportions), each sharded separately.
+        pad: the dim is sharded as if it were padded to the next multiple of this and of the number of pieces.
         balanced: pieces differ by at most one unit, larger ones first.
         sizes: the size of each piece, in elements.
 

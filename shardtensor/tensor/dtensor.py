@@ -46,7 +46,7 @@ def from_dtensor(dtensor: Any) -> ShardedTensor:
         a tensor of the same global shape, on the group of the DeviceMesh; its axes are named as the mesh's.
 
     Raises:
-        TypeError: it is no DTensor.
+        TypeError: it is not a DTensor.
         LayoutError: a placement is not supported here.
 
     Example:
@@ -83,8 +83,8 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: Any = None) -> Any:
     Gradients flow back; ``nn.Parameter(parameter.to_dtensor())`` is a DTensor parameter on the same memory.
 
     Args:
-        device_mesh: of the ranks that hold this tensor, in their order; None means the one that its group came from, or
-        one made over its existing process groups.
+        device_mesh: over the ranks that hold this tensor, in their order; None means the mesh of its group, or one made
+        from its existing process groups.
 
     Raises:
         LayoutError: DTensor cannot express this layout; the error names the nearest one that it can.

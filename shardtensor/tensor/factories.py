@@ -1,4 +1,4 @@
-"""Make sharded tensors: `empty`, `zeros`, `ones`, `full`, `rand`, `randn`, `distribute`.
+"""Create sharded tensors: `empty`, `zeros`, `ones`, `full`, `rand`, `randn`, `distribute`.
 
 Those without random numbers send nothing: each rank allocates its own bytes, in a time that does not depend on the
 number of ranks. The random ones broadcast the first rank's generator state and return bit for bit the values of the
@@ -28,13 +28,13 @@ _UNCOMPILED = "a graph makes no ShardedTensor: compile the parts that work on pl
 
 
 class Options(TypedDict, total=False):
-    """What every factory takes.
+    """The options of every factory.
 
     Attributes:
-        dtype: of the elements; torch's default dtype when None.
+        dtype: of the elements; None: torch's default dtype.
         device: of this rank's part, for a spec that names axes; when None, that of the ``torch.device`` context, else
         the group's. A spec that names devices determines it, and accepts only their type, or ``"meta"``, here.
-        requires_grad: whether autograd follows the tensor.
+        requires_grad: whether autograd records operations on the tensor.
         pin_memory: page-lock this rank's part (CPU placements).
         process_group: a process group, a DeviceMesh, or None for the default group (a world of one without any).
         layout, memory_format: for torch's signatures: strided and contiguous are the only ones.
@@ -50,7 +50,7 @@ class Options(TypedDict, total=False):
 
 
 def empty(sharding_spec: SpecLike, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Return a sharded tensor of unset values. Sends nothing; every rank of the group makes it.
+    """Return an uninitialized sharded tensor. Sends nothing; every rank of the group calls it.
 
     Args:
         sharding_spec: a spec or its text.
@@ -114,7 +114,7 @@ def distribute(
         requires_grad: makes the result a leaf that does or does not require a gradient; None keeps the graph.
 
     Raises:
-        TypeError: it is a DTensor; `from_dtensor` takes those.
+        TypeError: it is a DTensor; use `from_dtensor`.
 
     Example:
         >>> distribute(torch.arange(4.0), "[tp]").full_tensor()

@@ -55,12 +55,12 @@ def init_from_local_shards(
 
     Args:
         local_shards: this rank's shards, perhaps none; placements have global ranks.
-        global_size: the global shape. None for one dim lays the shards end to end along it, in rank order; None for
-            all of them does so along dim 0. Their offsets are then computed again.
+        global_size: the global shape. If one dim is None, the shards are concatenated along it, in rank order; if the
+            whole shape is None, along dim 0. Their offsets are then computed again.
         process_group: a process group, a DeviceMesh, or None for the default group.
 
     Raises:
-        LayoutError: (a ValueError) on every rank alike: no size, holes, overlaps, properties that differ.
+        LayoutError: (a ValueError) the same on every rank: no size, gaps, overlaps, properties that differ.
 
     Example:
         >>> piece = Shard(torch.ones(4), ShardMetadata([0], [4], "rank:0/cpu"))
@@ -219,12 +219,12 @@ def init_from_local_tensor(
     Args:
         local_tensor: of the local shape that the spec gives this rank, contiguous; it becomes the leaf.
         sharding_spec: a spec or its text.
-        global_size: the global shape. Left out, or with None for some dims, it is worked out from the local shapes of
+        global_size: the global shape. Without it, or with None for some dims, it is computed from the local shapes of
             all ranks, which takes another exchange.
         process_group: a process group, a DeviceMesh, or None for the default group.
 
     Raises:
-        LayoutError: (a ValueError) on every rank alike, when a local tensor is not what the spec gives its rank.
+        LayoutError: (a ValueError) the same on every rank: a local tensor does not have the shape that the spec gives.
         DisagreementError: (a ValueError) the ranks pass different specs, sizes or dtypes.
 
     Example:

@@ -30,15 +30,15 @@ def reshard(
     """Return a new tensor of the same values in the layout `spec`. All ranks of both groups call it.
 
     Every rank receives exactly the elements it lacks; memory is bounded by what it held, what it gets, and one buffer.
-    It is differentiable: the gradient takes the route back. The result never shares memory with `tensor`, whatever the
-    layouts, so a write into one never changes the other.
+    It is differentiable: the gradient is redistributed to the layout of `tensor`. The result never shares memory with
+    `tensor`, whatever the layouts, so a write into one never changes the other.
 
     Args:
         tensor: of any global shape and layout, also a partial one; a plain one is replicated.
         spec: the layout of the result, any spec or its text; placements may name other devices.
-        process_group: whose ranks the spec is bound to; those of `tensor` when None. It may be another DeviceMesh over
-            the same ranks, or other ranks: then one of the two groups has to contain the other, or the default group
-            both.
+        process_group: the ranks of the result; None: those of `tensor`. It may be another DeviceMesh over the same
+            ranks, or other ranks: then one of the two groups must contain the other, or the default group must
+            contain both.
 
     Raises:
         SpecError, LayoutError: the text is wrong or does not fit; nothing has been sent.
@@ -70,7 +70,7 @@ def reshard_(tensor: ShardedTensor, spec: ShardingSpec | str) -> ShardedTensor:
 
     Raises:
         SpecError, LayoutError: the text is wrong, or does not fit the group; the tensor is as before.
-        RuleError: the tensor is a copy that the dense program would have as a view.
+        RuleError: the tensor is a copy of a result that is a view in the dense program.
     """
     spec = as_spec(spec)
     layout = bind_named(spec, tensor._layout.shape, mesh_of(tensor._group))
@@ -151,9 +151,9 @@ def _gather(
     call `torch.gather` itself. One small exchange comes first, so that all ranks raise the same error, or none.
 
     Args:
-        dst: group rank that receives.
+        dst: the group rank that receives the tensor.
         out: on `dst` a tensor of the global shape; None elsewhere.
-        enforce_dtype: convert to ``out.dtype`` instead of demanding it.
+        enforce_dtype: convert to ``out.dtype``; if False, the dtypes must be equal.
         dtype: send the elements as this dtype.
     """
     group, layout = tensor._group, tensor._layout

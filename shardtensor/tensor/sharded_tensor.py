@@ -199,7 +199,7 @@ class ShardedTensor(MetadataMethods, torch.Tensor):  # type: ignore[override, mi
 
     @property
     def data(self) -> ShardedTensor:
-        """The same bytes in a new tensor that autograd does not follow."""
+        """A new tensor on the same memory, whose operations autograd does not record."""
         is_own = self._param_group is None
         local = self._local.data if is_own else self._local.detach()  # shares the version counter that the group reads
         return view_of(self, local, self._layout, self._spec)

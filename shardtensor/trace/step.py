@@ -244,11 +244,11 @@ def few_layers(module: nn.Module) -> tuple[nn.Module, list[tuple[nn.Module, int]
         >>> len(base[1]), len(more[1]), missing
         (3, 4, 29)
     """
-    lists = {path: layers for path, layers in _lists(module) if len(layers) > DEEP}
+    lists = {path: layers for path, layers in lists_of_layers(module) if len(layers) > DEEP}
     kept: dict[tuple[str, Hashable], list[int]] = {}
     for path, layers in lists.items():
         for i, layer in enumerate(layers):
-            kept.setdefault((path, _kind(layer)), []).append(i)
+            kept.setdefault((path, kind_of_layer(layer)), []).append(i)
     chosen = {key: numbers[:KEPT] for key, numbers in kept.items()}
     others = []
     for key, numbers in kept.items():
@@ -258,16 +258,16 @@ def few_layers(module: nn.Module) -> tuple[nn.Module, list[tuple[nn.Module, int]
     return _with(module, lists, chosen), others
 
 
-def _lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+def lists_of_layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
     for name, child in module.named_children():
         below = f"{path}.{name}".lstrip(".")
         if isinstance(child, nn.ModuleList):
             yield below, child
         else:
-            yield from _lists(child, below)
+            yield from lists_of_layers(child, below)
 
 
-def _kind(layer: nn.Module) -> Hashable:
+def kind_of_layer(layer: nn.Module) -> Hashable:
     """Return a key that layers of one kind share: their classes, and their tensors' names, shapes and dtypes."""
     classes = tuple((name, type(part).__qualname__) for name, part in layer.named_modules())
     tensors = (*layer.named_parameters(), *layer.named_buffers())

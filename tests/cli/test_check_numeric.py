@@ -102,7 +102,7 @@ class GatedForCausalLM(Scaled):
 @pytest.fixture
 def transformers(monkeypatch):
     """What the command needs of transformers; it knows one model."""
-    auto = SimpleNamespace(for_model=lambda model_type, **keys: SimpleNamespace(**keys))
+    auto = SimpleNamespace(for_model=lambda model_type, **keys: SimpleNamespace(**keys, to_dict=lambda: keys))
     found = SimpleNamespace(GatedForCausalLM=GatedForCausalLM, AutoConfig=auto)
     monkeypatch.setitem(sys.modules, "transformers", found)
 
@@ -113,18 +113,23 @@ def test_the_model_of_a_small_config_is_run(capsys, tmp_path, around, fails):
     (tmp_path / "config.json").write_text(json.dumps(GATED))
     code, text = check(capsys, tmp_path, around, "--model", str(tmp_path / "config.json"))
     assert code == fails
-    begin = "what ran" if fails else "every gradient is the dense one"
-    assert text.splitlines()[-1] == f"{begin}: the model of {tmp_path}/config.json on 4 ranks"
+    begin = "what ran" if fails else "one step gives the dense loss and gradients"
+    assert text.splitlines()[-1] == f"{begin}: a GatedForCausalLM on (tp=4)"
     code, text = check(capsys, tmp_path, around, "--model", str(tmp_path / "config.json"), "--format", "json")
-    assert json.loads(text)["numeric"] == f"the model of {tmp_path}/config.json on 4 ranks"
+    assert json.loads(text)["step"] == "a GatedForCausalLM on (tp=4)"
 
 
-def test_a_large_model_is_not_run(capsys, tmp_path):
-    code, text = check_shipped(capsys, tmp_path, LLAMA, "llama", "--world", "4096", "--set", "tp=2")
+def test_a_large_model_of_ones_own_is_not_run(capsys, tmp_path):
+    code, text = check(capsys, tmp_path, "", "--module", f"{__name__}:build_large")
     assert code == 2
-    assert "is too large for that" in text
-    assert "8,030,261,248 parameters on 4,096 ranks" in text
-    assert "give a config.json of smaller sizes and fewer layers" in text
+    assert "134,217,816 parameters on 4 ranks are too many for one process" in text
+    assert "FN() makes a small one of the same names" in text
+
+
+def build_large() -> Any:
+    module = Scaled()
+    module.block.up.weight = nn.Parameter(torch.empty(1).expand(8, 1 << 24))
+    return module
 
 
 def test_without_transformers_it_says_so(capsys, tmp_path, monkeypatch):
@@ -132,7 +137,7 @@ def test_without_transformers_it_says_so(capsys, tmp_path, monkeypatch):
     small = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
     code, text = check_shipped(capsys, tmp_path, LLAMA | small, "llama", "--world", "2")
     assert code == 2
-    assert "transformers, which makes the model of" in text
+    assert "transformers, which makes the model of a config.json, is not installed" in text
     assert "install transformers" in text
 
 
@@ -141,13 +146,13 @@ def test_a_model_without_code_wants_a_module(capsys, tmp_path):
     lines = [f"dims {each}\n" for each in (*dims, *(f"block.{x}.bias (out = 8)" for x in ("up", "down")))]
     code, text = check(capsys, tmp_path, "}\n" + "".join(lines) + "block {")
     assert code == 2
-    assert "--numeric runs a module, and none is given" in text
+    assert "--numeric: no module is given" in text
     assert "give --module PKG:FN; FN() makes a small one of the same names" in text
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr("shardtensor.cli.check.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["check", "mlp", "--world", "2", "--numeric"]) == 2
     err = capsys.readouterr().err
-    assert "--numeric needs torch, which is not installed" in err
+    assert "--numeric: torch is not installed" in err
     assert "pip install torch" in err

@@ -18,12 +18,12 @@ from torch import nn
 import shardtensor as st
 from fixes.case import Case
 from fixes.corrected import Found, of_findings, text_case
-from shardtensor.cli.model_source import small_model
+from shardtensor.cli.check import compare_step
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import model_from_dims
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding.numeric import check_numeric
+from shardtensor.trace.check import check_numeric
 
 
 class Block(nn.Module):
@@ -95,28 +95,38 @@ def numeric(make: Callable[[], Any], rules: Mapping[str, Any] | None = None) -> 
     assert not check_numeric(Plan.from_rules(rules or {"weight": "[tp]"}, "tp=2"), make)
 
 
+def large() -> nn.Module:
+    module = Unknown()
+    module.weight = nn.Parameter(torch.empty(1).expand(1 << 27))
+    return module
+
+
 def of_family(model_type: str, **keys: Any) -> Any:
     if model_type != "scaled":
         raise ValueError(f"Unrecognized model identifier: {model_type}")
-    return SimpleNamespace(**keys)
+    return SimpleNamespace(**keys, to_dict=lambda: {"model_type": model_type, **keys})
 
 
 TRANSFORMERS = SimpleNamespace(
-    AutoConfig=SimpleNamespace(for_model=of_family), Scaled=lambda config: Block() if config.is_small else None
+    __version__="5",
+    AutoConfig=SimpleNamespace(for_model=of_family),
+    Scaled=lambda config: Block() if config.is_small else None,
 )
 SCALED = {"model_type": "scaled", "architectures": ["Scaled"], "is_small": True}
 
 
-def small(rows: int = 8, module: str | None = None, found: Any = TRANSFORMERS, **config: Any) -> None:
-    """Make and run the model of a configuration, of a plan for a tensor of so many rows."""
-    text = f"shard 1\nmesh (tp = 2)\nunmatched: replicate\ndims scale (rows = {rows})\n"
-    plan = load_plan(text, world=2)
+PLAN = "shard 1\nmesh (tp = 2)\nunmatched: replicate\ndims scale (rows = 8)\n"
+
+
+def small(module: str | None = None, found: Any = TRANSFORMERS, **config: Any) -> None:
+    """Make and run the model of a configuration, as ``check --numeric`` does."""
     with TemporaryDirectory() as folder, patch.dict(sys.modules, {"transformers": found}):
         path = Path(folder, "config.json")
         path.write_text(json.dumps(config or {"hidden_size": 8}))
-        options = SimpleNamespace(module=module, model=path, world=2)
-        make, _ = small_model(options, resolve(plan, model_from_dims(plan)))
-        assert not check_numeric(plan, make)
+        plan = load_plan(PLAN, config=path, world=2)
+        options = SimpleNamespace(module=module, model=path, world=2, plan=PLAN, no_step=False, numeric=True)
+        found, _ = compare_step(options, resolve(plan, model_from_dims(plan)))
+        assert not found
 
 
 OWN = {"give --module PKG:FN; FN() makes a small one of the same names": partial(small, module=f"{__name__}:Block")}
@@ -127,12 +137,12 @@ CASES: dict[str, Case] = {
     "a part for the whole": text_case(
         found_in,
         "a mean of parts",
-        {"or a part is taken for the whole: look at the flows of the last layers": "a mean of the whole"},
+        {"look at the flows of the modules before it": "a mean of the whole"},
     ),
     "a count of the whole": text_case(
         found_in,
         "heads of a rank",
-        {"an attribute that counts may want a `local`": "heads of a rank, counted"},
+        {"write `local heads: [tp]` in the rules of `inner`": "heads of a rank, counted"},
     ),
     "a module that nobody can call": Case(
         lambda: numeric(Unknown),
@@ -140,11 +150,7 @@ CASES: dict[str, Case] = {
         mesh="",
     ),
     "no module to run": Case(small, OWN, mesh=""),
-    "a model too large to run": Case(
-        partial(small, 1 << 27, **SCALED),
-        {**OWN, "give a config.json of smaller sizes and fewer layers": partial(small, **SCALED)},
-        mesh="",
-    ),
+    "a model too large to run": Case(partial(small, module=f"{__name__}:large"), OWN, mesh=""),
     "no transformers to make the model": Case(
         partial(small, found=None, **SCALED), {**OWN, "install transformers": partial(small, **SCALED)}, mesh=""
     ),

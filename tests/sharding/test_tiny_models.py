@@ -20,7 +20,7 @@ from shardtensor.plan.models.dims import model_from_dims
 from shardtensor.plan.models.model import TensorInfo
 from shardtensor.plan.resolved import Resolved
 from shardtensor.sharding.model_info import model_info
-from shardtensor.sharding.numeric import check_numeric
+from shardtensor.trace.check import check_numeric
 
 Case = tuple[str, str, int, dict[str, Any]]
 OWN: list[Case] = [("mlp", "", 4, {}), ("vocab", "", 4, {}), ("uneven", "", 4, {})]

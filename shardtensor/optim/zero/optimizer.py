@@ -67,7 +67,8 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         partition: ``"owners"``: each parameter is stepped by one rank; the largest parameters are assigned first, each
             to the rank with the fewest elements. ``"ranges"``: parameters are views of flat buffers, of which each rank
             steps an equal range, whatever their sizes. A range does not divide what the class updates together: an
-            element for torch's elementwise classes, a row or a parameter for others (`update_unit`). None: owners;
+            element for torch's elementwise classes, a row or a parameter for others. Your class states it as its
+            attribute ``update_unit``: ``"element"``, ``"row"`` or, by default, ``"parameter"``. None: owners;
             ranges for elementwise classes with `overlap_gradients`.
         overlap_gradients: backward averages the gradients over the ranks, without DDP (ZeRO stage 2). It starts a
             reduce-scatter when all gradients of a bucket are computed. Afterwards ``param.grad`` is a ShardedTensor

@@ -39,6 +39,15 @@ def check_plan(resolved: Resolved, flows: Flows | None = None) -> tuple[Finding,
     return findings
 
 
+OF_FLOWS = ("E401", "E402", "E403", "E404")
+"""Codes of errors in the values that pass between modules: other rules for one module may mend them."""
+
+
+def errors_of(resolved: Resolved) -> tuple[Finding, ...]:
+    """Return the errors among the findings of `check_plan`."""
+    return tuple(finding for finding in check_plan(resolved) if finding.severity == "error")
+
+
 IMBALANCE = 0.1
 """The largest difference between the bytes of the fullest and the emptiest rank, as a fraction of the latter."""
 

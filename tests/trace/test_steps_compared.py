@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from family_plans import FAMILIES, SPECS, plan_for
 from harness.tiny.bert import BertModel
+from sharding.family_plans import FAMILIES, SPECS, plan_for
 from torch import nn
 
 import shardtensor as st
@@ -15,7 +15,7 @@ from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.report import folded
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding.numeric import check_numeric
+from shardtensor.trace.check import check_numeric
 
 SHIPPED: list[tuple[str, str, int, dict[str, Any]]] = [
     ("mlp", "mlp", 2, {}),
@@ -102,16 +102,17 @@ def test_a_sum_that_is_made_twice_is_told_with_its_number():
 
 def test_a_count_that_is_left_out_is_told_as_what_stops_the_module():
     (found,) = found_after("bert", "bert", 2, "local num_attention_heads: [tp] if fits else replicate", "")
-    assert found.fault.startswith("`encoder.layer.0.attention.self` does not run so: RuntimeError")
+    assert found.why.startswith("`encoder.layer.0.attention.self` stops: RuntimeError")
     assert found.origin.text == "[tp unit(hd)] if fits else replicate", (
         "what the block of that module says of the other count"
     )
-    assert found.fix == "an attribute that counts may want a `local`, or a value an `in` or `out`"
+    assert found.fix == "write `local num_attention_heads: [tp]` in the rules of `encoder.layer.*.attention.self`"
 
 
 def test_a_layer_that_does_not_run_is_told_at_its_own_line():
     (found,) = found_after("bert", "bert", 2, "intermediate.dense:     colwise(tp)", "intermediate.dense: replicate")
-    assert found.origin.text == "rowwise(tp)", "the layer that takes what is not cut"
+    assert found.origin.text == "replicate", "with it the layer after it gets the features of its shard"
+    assert found.fix.startswith("write `colwise(tp)` for ")
 
 
 def test_what_resolve_refuses_is_told_and_nothing_runs():
