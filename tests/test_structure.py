@@ -20,10 +20,10 @@ spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 52_700
+LINES = 52_200
 IN_CIRCLES: dict[str, int] = {}
-DEFINED_TWICE = 36
-LATE_IMPORTS = 17
+DEFINED_TWICE = 25
+LATE_IMPORTS = 16
 OF_ONE_IMPORTER = 56
 """What there is today of each; a commit that takes some away lowers the number, and only a feature raises it."""
 

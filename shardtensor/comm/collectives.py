@@ -9,12 +9,10 @@ the backward of the other, so gradients of gradients are right.
     ======================= ======================== ========================= ====================
     sum_gradient            replicated -> partial    all_reduce                *f* and *g*
     all_reduce              partial -> replicated    sum_gradient
-    local_slice             replicated -> shard      all_gather
-    all_gather              shard -> replicated      local_slice
     all_to_all              shard -> shard           all_to_all
     ======================= ======================== ========================= ====================
 
-`along_dim` has one more pair: all-gather for work that is split over the ranks, and reduce-scatter.
+`with_adjoint` makes a pair of any two functions without gradients; `redistribute` has those that gather and slice.
 
 Every member of the group calls them, in the same order, and runs their backwards. If no gradient is needed, they
 record no graph. In a group of one each returns its argument. Counts are numbers of elements, one for each member.
@@ -30,6 +28,9 @@ from torch.autograd import Function, forward_ad
 
 from shardtensor.comm.group import Counts, Group
 from shardtensor.errors import RuleError
+
+Run = Callable[..., torch.Tensor]
+_is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def caller(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -86,20 +87,22 @@ def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     passes the gradient on unchanged: `sum_gradient` is the adjoint."""
     if group.size == 1:
         return x
-    return _do_all_reduce(x, group) if differentiates(x) else _sum(x, group)
+    return _do_all_reduce(x, group, _sum) if differentiates(x) else _sum(x, group)
 
 
 def all_reduce_fresh(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Run `all_reduce` in place, for an `x` that is used nowhere else, such as the result of a matmul."""
     if group.size == 1:
         return x
-    if differentiates(x):
-        return _do_all_reduce_fresh(x, group)
-    return group.all_reduce(x.contiguous())
+    return _do_all_reduce(x, group, _sum_in_place) if differentiates(x) else _sum_in_place(x, group)
 
 
 def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
-    return group.all_reduce(x.detach().clone(memory_format=torch.contiguous_format))
+    return group.all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+
+def _sum_in_place(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return group.all_reduce(x.contiguous())
 
 
 def alias(result: torch.Tensor) -> torch.Tensor:
@@ -109,6 +112,34 @@ def alias(result: torch.Tensor) -> torch.Tensor:
     to that tensor, the graph and every parameter in it would live as long.
     """
     return result if torch.compiler.is_compiling() else result.detach()
+
+
+def with_adjoint(x: torch.Tensor, run: Run, back: Run, *how: Any) -> torch.Tensor:
+    """Return ``run(x, *how)``; backward returns ``back(gradient, *how)``, and the backward of that is `run` again.
+
+    Both are linear functions of a local tensor without gradients of their own, each the adjoint of the other.
+    """
+    return _redistribute(x, (run, back, how)) if differentiates(x) else run(x, *how)
+
+
+class _Redistribute(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: tuple[Run, Run, tuple[Any, ...]]) -> torch.Tensor:
+        ctx.call, ctx.shape = call, x.shape
+        run, _, how = call
+        out = run(x, *how)
+        if out is x:
+            return x.view_as(x)
+        # autograd refuses writes into a view that a Function returns: right for a slice, not for a result of its own
+        return out if torch.compiler.is_compiling() or _is_alias_of(out, x) else out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        run, back, how = ctx.call
+        grad = with_adjoint(whole_gradient(grad), back, run, *how)
+        if torch.compiler.is_compiling() or grad.shape != ctx.shape:  # an empty local tensor may have any shape
+            grad = grad.reshape(ctx.shape)
+        return grad, None
 
 
 class _SumGradient(Function):
@@ -136,65 +167,13 @@ def dtype_of_gradient(ctx: Any, dtype: torch.dtype) -> torch.dtype:
 
 class _AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group, run: Run) -> torch.Tensor:
         ctx.group = group
-        return alias(_sum(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_gradient(whole_gradient(grad), ctx.group), None
-
-
-class _AllReduceFresh(_AllReduce):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return alias(group.all_reduce(x.detach().contiguous()))
-
-
-def local_slice(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """Return this rank's range of the elements of `x`, which is equal on every rank: flat, a view if `x` is contiguous.
-
-    Forward sends nothing; backward gathers the gradients: `all_gather` is the adjoint. `counts` add up to the elements
-    of `x`, in row-major order.
-    """
-    if group.size == 1:
-        return x.reshape(-1)
-    return _do_local_slice(x, counts, group) if differentiates(x) else _slice(x, counts, group.index)
-
-
-def all_gather(x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-    """Return the elements of all members, flat, in group order, equal on every rank; counts may differ and may be
-    zero. Backward returns this rank's range of the gradient: `local_slice` is the adjoint."""
-    if group.size == 1:
-        return x.reshape(-1)
-    return _do_all_gather(x, counts, group) if differentiates(x) else group.all_gather(x, counts)
-
-
-def _slice(x: torch.Tensor, counts: Counts, index: int) -> torch.Tensor:
-    return x.reshape(-1).narrow(0, sum(counts[:index]), counts[index])
-
-
-class _LocalSlice(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-        ctx.shape, ctx.counts, ctx.group = x.shape, counts, group
-        return _slice(x, counts, group.index)
+        return alias(run(x.detach(), group))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gather(grad, ctx.counts, ctx.group).view(ctx.shape), None, None
-
-
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: Counts, group: Group) -> torch.Tensor:
-        ctx.shape, ctx.counts, ctx.group = x.shape, counts, group
-        return alias(group.all_gather(x, counts))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return local_slice(whole_gradient(grad), ctx.counts, ctx.group).view(ctx.shape), None, None
+        return sum_gradient(whole_gradient(grad), ctx.group), None, None
 
 
 def whole_gradient(grad: Any) -> torch.Tensor:
@@ -208,24 +187,16 @@ def all_to_all(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group:
     the elements sent to and received from each member. Backward sends the gradient of each range back."""
     if group.size == 1:
         return x.reshape(-1)
-    if differentiates(x):
-        return _do_all_to_all(x, send_counts, recv_counts, group)
+    return with_adjoint(x, _exchange, _return, send_counts, recv_counts, group)
+
+
+def _exchange(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:
     return group.all_to_all(x, send_counts, recv_counts)
 
 
-class _AllToAll(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:
-        ctx.shape, ctx.send_counts, ctx.recv_counts, ctx.group = x.shape, send_counts, recv_counts, group
-        return alias(group.all_to_all(x, send_counts, recv_counts))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        back = all_to_all(grad, ctx.recv_counts, ctx.send_counts, ctx.group)
-        return back.view(ctx.shape), None, None, None
+def _return(x: torch.Tensor, send_counts: Counts, recv_counts: Counts, group: Group) -> torch.Tensor:
+    return group.all_to_all(x, recv_counts, send_counts)
 
 
 _do_sum_gradient, _do_all_reduce = caller(_SumGradient), caller(_AllReduce)
-_do_all_reduce_fresh = caller(_AllReduceFresh)
-_do_local_slice, _do_all_gather = caller(_LocalSlice), caller(_AllGather)
-_do_all_to_all = caller(_AllToAll)
+_redistribute = caller(_Redistribute)

@@ -15,7 +15,10 @@ step                what it does                                                
 ``reduce_scatter``  partial values are reduced, every rank keeps its shard          n - 1 times its shard
 ``all_reduce``      partial values are reduced on every rank                        2 (n - 1) / n of the tensor
 ``split``           the value becomes partial: one rank holds it, the others zeros  nothing
+``sum_gradient``    the value is used for work that is split: backward all-reduces  nothing
 ==================  ==============================================================  =============================
+
+A flow of a plan redistributes a plain local value whose sizes are not known until the call: its steps are `DimStep`s.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from shardtensor.errors import LayoutError
 from shardtensor.layout.box import Box
 from shardtensor.layout.layout import FlatLayout, Layout, MeshLayout, Shape, same_boxes
 from shardtensor.mesh import Mesh, Ranks, as_ranks, coordinate
+from shardtensor.spec.nodes import Cut
 
 
 @attrs.frozen(eq=False)
@@ -153,6 +157,51 @@ class Step:
         if self.axes is None:
             return f"{self.group_size} ranks"
         return " * ".join(f"{self.source.axis_name(axis)}={self.source.grid[axis]}" for axis in self.axes)
+
+
+@attrs.frozen
+class DimStep:
+    """One step of a local value along one dim; the sizes of all dims are those of the value, at each call.
+
+    Attributes:
+        kind: ``sum_gradient``, ``all_reduce``, ``all_gather``, ``slice`` or ``reduce_scatter``.
+        axes: names of the mesh axes along which ranks communicate.
+        dim: counted from the front, or from the end if negative.
+        cut: how the dim is sharded; None for even slices.
+        sums: backward sums the gradient over the ranks, because they share the work: ``sum_gradient``, and an
+            all-gather whose result has a partial gradient.
+    """
+
+    kind: str
+    axes: tuple[str, ...] = ()
+    dim: int = 0
+    cut: Cut | None = None
+    sums: bool = False
+    sizes: tuple[int, ...] | None = attrs.field(init=False)
+    balanced: bool = attrs.field(init=False)
+
+    @sizes.default
+    def _sizes(self) -> tuple[int, ...] | None:
+        return self.cut.sizes if self.cut is not None else None
+
+    @balanced.default
+    def _balanced(self) -> bool:
+        return self.cut is not None and self.cut.balanced
+
+    def sizes_of(self, shape: Shape, count: int) -> tuple[int, ...] | None:
+        """Return the sizes of the slices of a value of this shape for `count` ranks; None if all are equal."""
+        if self.sizes is not None:
+            return self.sizes
+        left = shape[self.dim] % count
+        if not left:
+            return None
+        if not self.balanced:
+            raise LayoutError(
+                f"{shape[self.dim]} elements of dim {self.dim} cannot be cut evenly over {count} ranks",
+                {"value": " x ".join(map(str, shape))},
+                ["write `balanced` after the axis in the flow", f"pad the value to a multiple of {count}"],
+            )
+        return tuple(shape[self.dim] // count + (i < left) for i in range(count))
 
 
 Partial = tuple[tuple[int, str], ...]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import along
 from shardtensor.layout.layout import MeshLayout, Shape, replicated
 from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.binding import BoundCall, row_keyword
@@ -37,7 +38,6 @@ from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS, Row, rows
 from shardtensor.tensor.dispatch import implements_each
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 COMBINERS: dict[str, tuple[Callable[..., Any], bool]] = {}

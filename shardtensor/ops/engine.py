@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import part, redistribute, whole
 from shardtensor.errors import RuleError
 from shardtensor.layout.explain import step_text
 from shardtensor.layout.layout import Layout, MeshLayout
@@ -25,7 +26,6 @@ from shardtensor.rules.propagate import OpSharding, fault_in, propagate, ways_ou
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import is_strict, name_of
-from shardtensor.tensor.move import moved, part, whole
 from shardtensor.tensor.placing import spec_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, wrap
 
@@ -198,7 +198,7 @@ def arranged(local: torch.Tensor, source: Layout | None, target: Layout | None, 
     if source is None:
         assert target is not None
         return part(local, target, group)
-    return whole(local, source, group) if target is None else moved(local, source, target, group)
+    return whole(local, source, group) if target is None else redistribute(local, source, target, group)
 
 
 def refuse_to_move(name: str, x: ShardedTensor, layout: Layout) -> None:

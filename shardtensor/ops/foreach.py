@@ -15,11 +15,11 @@ from torch.optim.optimizer import _foreach_supported_types as _optim_types
 from torch.utils._foreach_utils import _foreach_supported_types as _list_types
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import part
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.tensor.dispatch import implements, implements_each, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, reduced, wrap
 
 Tensors = Sequence[torch.Tensor]

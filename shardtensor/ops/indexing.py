@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardtensor.comm import collectives
+from shardtensor.comm.redistribute import along
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.engine import on_grid
 from shardtensor.ops.indices import index_of, index_put
@@ -25,7 +26,6 @@ from shardtensor.rules.rule import one_dim
 from shardtensor.tensor.copied import refuse_lost_write
 from shardtensor.tensor.dispatch import implements, implements_each, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, copy_of, wrap
 
 # -- by tensors --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardtensor.comm import collectives
+from shardtensor.comm.redistribute import along
 from shardtensor.layout.layout import MeshLayout, replicated
 from shardtensor.ops.making import refuse_leaf
 from shardtensor.ops.pointwise import refuse_expanded, unaliased, written_through
@@ -21,7 +22,6 @@ from shardtensor.tensor.copied import refuse_lost_write
 from shardtensor.tensor.dispatch import implements, implements_each, name_of, refuse_partial_write, warn_of_gather
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.from_metadata import from_torch_sharded_tensor, is_torch_sharded
-from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced
 
 

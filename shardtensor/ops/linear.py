@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from shardtensor.comm import along_dim, collectives
-from shardtensor.comm.along_dim import DimSizes
+from shardtensor.comm import collectives
 from shardtensor.comm.collectives import alias, caller
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import Move, along, start_summed_gradient, summed_gradient
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import by_rule, local_call_by_rule
 from shardtensor.ops.engine import chosen_sharding
@@ -39,7 +39,6 @@ from shardtensor.rules.propagate import with_dims
 from shardtensor.rules.rule import einsum_rule
 from shardtensor.tensor.dispatch import implements
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
@@ -169,32 +168,27 @@ class Shared(NamedTuple):
     proxies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
-def share(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], group: Group, stream: DimSizes | None = None
-) -> torch.Tensor:
+def share(x: torch.Tensor, weights: Sequence[torch.Tensor], move: Move) -> torch.Tensor:
     """Return the input of products that share its collective: `x`, or all slices of a stream; its gradient is summed.
 
     `shared_linear` of the result and one of the weights shares the collective; all other operations on it get the
     right gradient, too. All ranks of the group call this, and run backward.
 
     Args:
-        x: ``(..., k)``, equal on all ranks; with `stream`, this rank's slice of it. It requires a gradient.
+        x: ``(..., k)``, equal on all ranks; of a stream, this rank's slice of it. It requires a gradient.
         weights: ``(n_local, k)`` each, leaves that require gradients, of the dtype of `x`.
-        group: the ranks that share the products.
-        stream: how `x` is sharded.
+        move: sums the gradient of `x`; of a stream, it gathers the slices, too.
     """
-    shared, *proxies = _share(x, group, stream, *weights)
+    shared, *proxies = _share(x, move, *weights)
     shared.shared_by = Shared(shared._version, tuple(zip(weights, proxies, strict=True)))
     return shared
 
 
-def gathered_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, stream: DimSizes
-) -> torch.Tensor:
+def gathered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, move: Move) -> torch.Tensor:
     """Gather the slices of a stream and multiply; the gradient's reduce-scatter runs beside the weight's gradient."""
     if not weight.requires_grad:  # nothing to overlap with, and the input need not be saved
-        return F.linear(along_dim.all_gather(x, stream, group, sum_gradient=True), weight, bias)
-    full, proxy = _share(x, group, stream, weight)
+        return F.linear(move.call(x), weight, bias)
+    full, proxy = _share(x, move, weight)
     return _linear(proxy, full, weight, bias)
 
 
@@ -213,25 +207,19 @@ def shared_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 class _Share(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: Group, stream: DimSizes | None, *weights: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, x: torch.Tensor, move: Move, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.group, ctx.stream = group, stream
-        x = x.view_as(x) if stream is None else alias(along_dim.all_gather_no_grad(x, stream, group))
+        ctx.move = move
+        x = alias(move.call(x)) if move.step.kind == "all_gather" else x.view_as(x)
         ctx.save_for_backward(x, *weights)
         nothing = x.new_empty(())  # a proxy has a shape, and no memory
         return x, *(nothing.expand(*x.shape[:-1], weight.shape[0]) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, grad_x: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        group, stream, none = ctx.group, ctx.stream, [None] * len(grads)
+        none = [None] * len(grads)
         if all(grad is None for grad in grads):  # no product took part, or create_graph=True
-            if grad_x is None:
-                return None, None, None, *none
-            if stream is None:
-                return collectives.all_reduce(grad_x, group), None, None, *none
-            return along_dim.reduce_scatter(grad_x, stream, group), None, None, *none
+            return None if grad_x is None else summed_gradient(grad_x, ctx.move), None, *none
         x, *weights = ctx.saved_tensors
         total: Any = None  # partial, in new memory
         for grad, weight in zip(grads, weights, strict=True):
@@ -240,11 +228,9 @@ class _Share(torch.autograd.Function):
         total = total.view(x.shape)
         if grad_x is not None:  # from other uses
             total += grad_x
-        started = (
-            group.all_reduce_async(total) if stream is None else along_dim.PendingReduceScatter(total, stream, group)
-        )
+        started = start_summed_gradient(total, ctx.move)
         of_weights = [None if grad is None else of_weight(grad, x) for grad in grads]  # beside the collective
-        return started.wait(), None, None, *of_weights
+        return started.wait(), None, *of_weights
 
 
 class _Linear(torch.autograd.Function):

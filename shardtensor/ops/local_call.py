@@ -18,13 +18,13 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import along, redistribute, reduce_local
 from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.ops.engine import arranged, chosen_sharding, computed_alike, move_to
 from shardtensor.rules.propagate import OpSharding
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.dispatch import is_strict
-from shardtensor.tensor.move import along, moved, reduce_local
 from shardtensor.tensor.sharded_tensor import WRAPPER_CLASSES, ShardedTensor, local_of, wrap
 
 MOST = 4096
@@ -115,7 +115,7 @@ class LocalCall(NamedTuple):
             if source is None or target is None:
                 values[key] = arranged(values[key], source, target, group)
             else:
-                values[key] = moved(values[key], source, target, group)
+                values[key] = redistribute(values[key], source, target, group)
 
 
 def wrapped(result: Any, layout: Layout | None, group: Group) -> Any:

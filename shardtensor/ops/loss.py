@@ -16,6 +16,7 @@ from torch.nn._reduction import legacy_get_string
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import along
 from shardtensor.ops.by_rule import LetterCut, by_rule, combines
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import check_ids, places
@@ -23,7 +24,6 @@ from shardtensor.ops.pointwise import spread
 from shardtensor.ops.reductions import local_extreme
 from shardtensor.tensor.dispatch import implements, implements_each
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardtensor.comm import collectives
+from shardtensor.comm.redistribute import along, part
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import local_call_by_rule
 from shardtensor.ops.engine import arranged, group_of, move_to, refuse_to_move, write_out
@@ -23,7 +24,6 @@ from shardtensor.rules.table import ROWS
 from shardtensor.tensor.copied import refuse_lost_write, version_of
 from shardtensor.tensor.dispatch import implements_each, name_of, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.move import along, part
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, reduced, wrap
 
 ELEMENTWISE = tuple(name for name, row in ROWS.items() if row.section.startswith("elementwise:"))

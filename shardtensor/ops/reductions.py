@@ -14,6 +14,8 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import all_gather
+from shardtensor.layout.route import DimStep
 from shardtensor.ops.by_rule import LetterCut, by_rule, combines
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import places
@@ -205,7 +207,10 @@ def norms(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
 
 def gathered(t: torch.Tensor, subgroup: Group) -> torch.Tensor:
     """Return the equally shaped tensors of all members, stacked: ``(members, *t.shape)``. Differentiable."""
-    return collectives.all_gather(t.contiguous(), [t.numel()] * subgroup.size, subgroup).view(subgroup.size, *t.shape)
+    return all_gather(t[None], _STACK, subgroup)
+
+
+_STACK = DimStep("all_gather")
 
 
 def lowest(dtype: torch.dtype, largest: bool) -> Any:

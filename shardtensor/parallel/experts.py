@@ -40,12 +40,12 @@ from torch import nn
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group, SingleRankGroup, group_along
 from shardtensor.comm.process_group import as_group
+from shardtensor.comm.redistribute import along
 from shardtensor.errors import RuleError
 from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.layout.pieces import Interval
 from shardtensor.mesh import Ranks, coordinate
 from shardtensor.parallel.tokens import DispatchedTokens, dispatch, experts_per_rank, find_fault
-from shardtensor.tensor.move import along
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 Activation = Callable[[torch.Tensor], torch.Tensor]

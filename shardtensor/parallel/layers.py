@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardtensor.comm import along_dim, collectives
-from shardtensor.comm.along_dim import DimSizes
+from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import Move, run_moves
 from shardtensor.errors import RuleError
 from shardtensor.ops.embedding import look_up, looked_up
 from shardtensor.ops.indices import out_of_range, widest
@@ -26,50 +26,7 @@ from shardtensor.ops.linear import cast, column_linear, gathered_linear, is_larg
 from shardtensor.plan.models.model import kind_named
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
-
-@attrs.frozen(eq=False)
-class Step:
-    """Redistributes a plain local value along a group, as a flow states: ``[-, tp, ...] -> replicate``; with gradient.
-
-    Attributes:
-        kind: ``sum_gradient``, replicated to partial, for work that is split over the group: the value itself, whose
-            gradient is summed; ``sum``, partial to replicated, in place, as the value is used nowhere else; ``gather``,
-            sharded to replicated; ``take``, replicated to sharded, a slice; ``sum_scatter``, partial to sharded.
-        subgroup: the group.
-        run: of a local tensor. All ranks of the group call it.
-        sizes: the sizes along the dim that is sharded.
-        sums: of a gather: its gradient is summed, because the work is split over the group.
-    """
-
-    kind: str
-    subgroup: Group
-    run: Callable[[torch.Tensor], torch.Tensor]
-    sizes: DimSizes | None = None
-    sums: bool = False
-
-
-Move = tuple[Step, ...]
-
-
-def step_of(kind: str, subgroup: Group, sizes: DimSizes | None = None, sums: bool = False) -> Step:
-    """Return the step of a kind."""
-    if kind in ("sum_gradient", "sum"):
-        function: Any = collectives.sum_gradient if kind == "sum_gradient" else collectives.all_reduce_fresh
-        return Step(kind, subgroup, partial(function, group=subgroup))
-    assert sizes is not None
-    if kind == "gather":
-        run = partial(along_dim.all_gather, sizes=sizes, group=subgroup, sum_gradient=sums)
-        return Step(kind, subgroup, run, sizes, sums)
-    function = along_dim.local_slice if kind == "take" else along_dim.reduce_scatter
-    return Step(kind, subgroup, partial(function, sizes=sizes, group=subgroup), sizes)
-
-
-def moved(x: torch.Tensor, move: Move) -> torch.Tensor:
-    """Return the redistributed value. All ranks of the groups call it."""
-    for step in move:
-        x = step.run(x)
-    return x
-
+Moves = tuple[Move, ...]
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]
 """Of input, weight and bias: a product fused with its collective, or None if single steps cost the host less."""
@@ -85,11 +42,11 @@ def _column_product(
 
 
 def _stream_product(
-    subgroup: Group, sizes: DimSizes, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    move: Move, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Gather the slices of the input and multiply; backward reduce-scatters beside the weight's gradient."""
     if is_large(x) and x.requires_grad and not torch.compiler.is_compiling():
-        return gathered_linear(x, weight, bias, subgroup, sizes)
+        return gathered_linear(x, weight, bias, move)
     return None
 
 
@@ -109,8 +66,8 @@ class LayerFlow:
         product: a linear layer's product fused with its collective, if there is one.
     """
 
-    enter: Move
-    leave: Move
+    enter: Moves
+    leave: Moves
     sums: Group | None = None
     sums_bias: Group | None = None
     start: int | None = None
@@ -135,11 +92,11 @@ def fused(flow: LayerFlow) -> LayerFlow:
     """Return the flow with a product that is fused with its collective, if there is one."""
     if flow.adds_bias_last or flow.leave or len(flow.enter) != 1:
         return flow
-    step = flow.enter[0]
-    if step.kind == "sum_gradient":
-        return attrs.evolve(flow, product=partial(_column_product, step.subgroup, flow.start))
-    if step.sums and flow.start is None and step.sizes is not None:
-        return attrs.evolve(flow, product=partial(_stream_product, step.subgroup, step.sizes))
+    (move,) = flow.enter
+    if move.step.kind == "sum_gradient":
+        return attrs.evolve(flow, product=partial(_column_product, move.subgroup, flow.start))
+    if move.step.sums and flow.start is None:
+        return attrs.evolve(flow, product=partial(_stream_product, move))
     return flow
 
 
@@ -203,10 +160,10 @@ class LinearFlow(ParallelLayer):
         x, weight, bias = cast(x, weight, bias)
         if flow.product is not None and (y := flow.product(x, weight, bias)) is not None:
             return y
-        x = moved(x, flow.enter)
+        x = run_moves(x, flow.enter)
         if bias is not None and flow.start is not None:
             bias = bias[flow.start : flow.start + weight.shape[0]]
-        y = moved(shared_linear(x, weight, None if flow.adds_bias_last else bias), flow.leave)
+        y = run_moves(shared_linear(x, weight, None if flow.adds_bias_last else bias), flow.leave)
         if not flow.adds_bias_last or bias is None:
             return y
         if not flow.adds_bias:  # zeros in the graph of the bias: all ranks sum its gradient
@@ -228,11 +185,11 @@ class ParallelEmbedding(ParallelLayer, nn.Embedding):
             self.is_base_called = True
         table = _summed(self, "weight")
         assert table is not None
-        ids = moved(input, flow.enter)
+        ids = run_moves(input, flow.enter)
         if flow.start is None:
-            return moved(look_up(ids, table, self.padding_idx), flow.leave)
+            return run_moves(look_up(ids, table, self.padding_idx), flow.leave)
         _refuse_out_of_range(ids, self.num_embeddings, flow.sums)
-        return moved(looked_up(ids, table, flow.start, self.padding_idx), flow.leave)
+        return run_moves(looked_up(ids, table, flow.start, self.padding_idx), flow.leave)
 
 
 class _OwnForward:
@@ -270,7 +227,7 @@ class ParallelRMSNorm(ParallelLayer, nn.RMSNorm):
 def _normed(module: Any, x: torch.Tensor, norm: Callable[..., torch.Tensor], *params: Any) -> torch.Tensor:
     refuse_sharded(module, x)
     flow = module.flow
-    return moved(norm(moved(x, flow.enter), module.normalized_shape, *params, module.eps), flow.leave)
+    return run_moves(norm(run_moves(x, flow.enter), module.normalized_shape, *params, module.eps), flow.leave)
 
 
 class ParallelNorm(ParallelLayer):
@@ -279,18 +236,18 @@ class ParallelNorm(ParallelLayer):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         refuse_sharded(self, x)
         module: Any = self
-        x, summed = moved(x, self.flow.enter), {name: _summed(module, name) for name in module._parameters}
+        x, summed = run_moves(x, self.flow.enter), {name: _summed(module, name) for name in module._parameters}
         if _ONE_MORE_OBJECT and torch.compiler.is_compiling():  # in a checkpoint no graph may change the module
             one: Any = object.__new__(module.flow_of)
             vars(one).update(vars(module), _parameters=summed)
-            return moved(module.flow_of.forward(one, x, *args, **kwargs), self.flow.leave)
+            return run_moves(module.flow_of.forward(one, x, *args, **kwargs), self.flow.leave)
         place, held = module._parameters, dict(module._parameters)
         try:
             place.update(summed)
             y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         finally:
             place.update(held)
-        return moved(y, self.flow.leave)
+        return run_moves(y, self.flow.leave)
 
 
 _ONE_MORE_OBJECT = torch.__version__ >= (2, 13)  # type: ignore[operator]

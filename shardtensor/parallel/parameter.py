@@ -12,15 +12,15 @@ from torch import nn
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
+from shardtensor.comm.redistribute import part_of
 from shardtensor.errors import LayoutError, MissingParameterError, RuleError, ShardTensorError
-from shardtensor.layout.layout import Layout, replicated
+from shardtensor.layout.layout import Layout
 from shardtensor.parallel.memory import become, load_keeps_layouts
 from shardtensor.plan.models.model import kind_named
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.convert import drop_weak_references
-from shardtensor.tensor.move import take
 from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -176,8 +176,7 @@ def scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, d
     shape = layout.local_shape(group.rank)
     if tensor.is_meta:
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
-    whole = replicated(layout.shape, layout.ranks, layout.grid)
-    parts = [take(tensor, whole, layout, rank) for rank in group.ranks] if group.index == src_rank else None
+    parts = [part_of(tensor, layout, rank) for rank in group.ranks] if group.index == src_rank else None
     like = tensor.new_empty(0, device=device)
     flat = group.scatter(parts, layout.numel(group.rank), src_rank, like)
     if flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from shardtensor.comm import collectives
-from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import run_moves, sizes_of_slice
 from shardtensor.errors import RuleError
+from shardtensor.layout.route import DimStep
 from shardtensor.ops.linear import is_large, share
-from shardtensor.parallel.layers import LinearFlow, Move, local, moved, refuse_sharded
+from shardtensor.parallel.layers import LinearFlow, Moves, local, refuse_sharded
 from shardtensor.plan.flows.flow import cuts
 from shardtensor.spec.nodes import Spec
 from shardtensor.tensor.placing import bind_named, mesh_of
@@ -29,13 +30,14 @@ class Wrapping:
     """Wraps local values as ShardedTensors, for a module that may do anything with them and with its parameters."""
 
     spec: Spec
-    sizes: tuple[tuple[Group, DimSizes], ...]
+    slices: tuple[tuple[Group, DimStep], ...]
     group: Group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         shape = list(x.shape)
-        for subgroup, sizes in self.sizes:
-            shape[sizes.dim] = sum(sizes.of_local(x, subgroup))
+        for subgroup, step in self.slices:
+            sizes = sizes_of_slice(x, step, subgroup)
+            shape[step.dim] = x.shape[step.dim] * subgroup.size if sizes is None else sum(sizes)
         layout = bind_named(self.spec, tuple(shape), mesh_of(self.group))
         return x if layout.is_replicated else wrap(x, layout, self.spec, self.group)
 
@@ -51,7 +53,7 @@ class FlowPreHook:
         sums: the arguments' gradients are partial sums.
     """
 
-    moves: Mapping[str, Move]
+    moves: Mapping[str, Moves]
     places: Mapping[str, int]
     wraps: Mapping[str, Wrapping] = attrs.field(factory=dict)
     sums: bool = False
@@ -60,12 +62,12 @@ class FlowPreHook:
         args_found = list(args)
         if self.sums and torch.is_grad_enabled():
             self._refuse_unnamed(module, args, kwargs)
-        for name, move in self.moves.items():
+        for name, moves in self.moves.items():
             place = self.places[name]
             if name in kwargs:
-                kwargs = {**kwargs, name: self._entered(module, name, kwargs[name], move)}
+                kwargs = {**kwargs, name: self._entered(module, name, kwargs[name], moves)}
             elif place < len(args_found):
-                args_found[place] = self._entered(module, name, args_found[place], move)
+                args_found[place] = self._entered(module, name, args_found[place], moves)
         return tuple(args_found), kwargs
 
     def _refuse_unnamed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -79,24 +81,24 @@ class FlowPreHook:
                     [f"write `in {name}: replicate` in the plan", "give it without a gradient: detach()"],
                 )
 
-    def _entered(self, module: nn.Module, name: str, x: Any, move: Move) -> Any:
+    def _entered(self, module: nn.Module, name: str, x: Any, moves: Moves) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         refuse_sharded(module, x)
         if name in self.wraps:
-            return self.wraps[name](moved(x, move))
+            return self.wraps[name](run_moves(x, moves))
         if is_large(x) and not torch.compiler.is_compiling() and collectives.differentiates(x):
-            return self._shared(module, x, move)
-        return moved(x, move)
+            return self._shared(module, x, moves)
+        return run_moves(x, moves)
 
-    def _shared(self, module: nn.Module, x: torch.Tensor, move: Move) -> torch.Tensor:
+    def _shared(self, module: nn.Module, x: torch.Tensor, moves: Moves) -> torch.Tensor:
         """Redistribute `x`; backward starts the last sum before the weights' gradients of children that read `x`."""
         children = [child for child in module._modules.values() if isinstance(child, LinearFlow) and child.flow.shares]
         found = [local(child, "weight") for child in children]
         weights = [each for each in found if each is not None and each.requires_grad and each.dtype == x.dtype]
-        if weights and x.is_floating_point() and move and (move[-1].kind == "sum_gradient" or move[-1].sums):
-            return share(moved(x, move[:-1]), weights, move[-1].subgroup, move[-1].sizes)
-        return moved(x, move)
+        if weights and x.is_floating_point() and moves and moves[-1].step.sums:
+            return share(run_moves(x, moves[:-1]), weights, moves[-1])
+        return run_moves(x, moves)
 
     def __deepcopy__(self, memo: Any) -> FlowPreHook:
         return self
@@ -106,7 +108,7 @@ class FlowPreHook:
 class Result:
     """One of a module's results: its redistribution and, if the module works on ShardedTensors, its layout before."""
 
-    move: Move
+    moves: Moves
     takes_from: Spec | None = None
 
     def left(self, module: nn.Module, y: Any) -> Any:
@@ -122,7 +124,7 @@ class Result:
             y = reshard(y, self.takes_from)
             y = y._local if isinstance(y, ShardedTensor) else y
         refuse_sharded(module, y)
-        return moved(y, self.move)
+        return run_moves(y, self.moves)
 
 
 @attrs.frozen(eq=False)

@@ -8,24 +8,25 @@ from typing import Any
 import attrs
 from torch import nn
 
-from shardtensor.comm.along_dim import DimSizes
 from shardtensor.comm.group import Group, group_along
+from shardtensor.comm.redistribute import Move, move_along
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import MeshLayout
-from shardtensor.parallel.layers import LayerFlow, Move, ParallelLayer, Step, fused, layer_class, step_of
-from shardtensor.plan.flows.flow import Axes, Change, Flow, changes, cuts, partial_axes
+from shardtensor.layout.route import DimStep
+from shardtensor.parallel.layers import LayerFlow, Moves, ParallelLayer, fused, layer_class
+from shardtensor.plan.flows.flow import Axes, Flow, cuts, flow_route, partial_axes
 from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.flows.layer_flows import LayerWork, layer_work
 from shardtensor.plan.flows.modules import Layer, StatedFlows
 from shardtensor.sharding.flow_hooks import FlowHook, FlowPreHook, Result, Wrapping, arguments
-from shardtensor.spec.nodes import Spec
+from shardtensor.spec.nodes import Cut, Spec
 
 Sizes = Mapping[Axes, tuple[int, ...]]
 """The sizes of the last dim of a value, by the axes that shard it, if a weight determines them."""
 
 
 class Binder:
-    """Turns changes along named axes into steps along groups of ranks.
+    """Binds the steps of flows to groups of ranks.
 
     A dry one makes no group, because ranks make groups together: it is for checks before they have agreed.
     """
@@ -44,18 +45,16 @@ class Binder:
             return self.group
         return group_along(self.group, axes, PlanError)
 
-    def move(self, steps: Iterable[Change], sizes: Sizes | None = None) -> Move:
+    def moves(self, steps: Iterable[DimStep], sizes: Sizes | None = None) -> Moves:
         """Return the steps along the groups."""
-        found = (self._step(step, sizes or {}) for step in steps)
-        return tuple(step for step in found if step.subgroup.size > 1 or self.is_dry)
+        found = (self._move(step, sizes or {}) for step in steps)
+        return tuple(move for move in found if move.subgroup.size > 1 or self.is_dry)
 
-    def _step(self, step: Change, sizes: Sizes) -> Step:
-        subgroup = self.group_along(step.axes)
+    def _move(self, step: DimStep, sizes: Sizes) -> Move:
+        subgroup, cut, mesh = self.group_along(step.axes), step.cut, self.group.mesh
         assert subgroup is not None
-        cut = step.cut
         if cut is None:  # a sum keeps its shape
-            return step_of(step.kind, subgroup)
-        mesh = self.group.mesh
+            return move_along(step, subgroup)
         if mesh is not None and tuple(name for name in mesh.names if name in step.axes) != step.axes:
             ordered = "*".join(name for name in mesh.names if name in step.axes)
             raise PlanError(
@@ -63,10 +62,11 @@ class Binder:
                 {"mesh": str(mesh)},
                 f"write `{ordered}`, or let the value pass as it is",
             )
-        dim_sizes = sizes.get(step.axes, cut.sizes) if step.dim == -1 else cut.sizes
-        if dim_sizes is None and cut.pad is not None:
+        if step.dim == -1 and step.axes in sizes:
+            step = attrs.evolve(step, cut=Cut(step.axes, sizes=sizes[step.axes]))
+        elif cut.sizes is None and cut.pad is not None:
             raise PlanError(f"`{cut}` is padded: its true length is not known here", fix="let the value pass as it is")
-        return step_of(step.kind, subgroup, DimSizes(step.dim, dim_sizes, cut.balanced), step.sums)
+        return move_along(step, subgroup)
 
 
 def _layer_flow(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank: int) -> LayerFlow:
@@ -77,7 +77,7 @@ def _layer_flow(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank
         return _linear(module, layer, work, binder, rank)
     if len(module.__dict__.get("normalized_shape", ())) > 1:
         raise PlanError("a norm over several dims takes no flow", {"normalized_shape": module.normalized_shape})
-    return LayerFlow(binder.move(work.enter), binder.move(work.leave), sums=binder.group_along(work.sums["weight"]))
+    return LayerFlow(binder.moves(work.enter), binder.moves(work.leave), sums=binder.group_along(work.sums["weight"]))
 
 
 def _linear(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank: int) -> LayerFlow:
@@ -90,8 +90,8 @@ def _linear(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank: in
         if out_axes and not layer.cut("bias", "out"):
             start = _start(layer, "out", rank)
     flow = LayerFlow(
-        binder.move(work.enter, _sizes(layer, "in")),
-        binder.move(work.leave, _sizes(layer, "out")),
+        binder.moves(work.enter, _sizes(layer, "in")),
+        binder.moves(work.leave, _sizes(layer, "out")),
         sums=binder.group_along(work.sums["weight"]),
         sums_bias=None if work.sums_beside else binder.group_along(work.sums.get("bias", ())),
         start=start,
@@ -110,8 +110,8 @@ def _embedding(module: Any, layer: Layer, work: LayerWork, binder: Binder, rank:
                 fix="leave out its `in` and `out`: ShardedTensors pass then",
             )
     start = _start(layer, "vocab", rank) if layer.cut("weight", "vocab") else None
-    leave = binder.move(work.leave, _sizes(layer, "embed"))
-    return LayerFlow(binder.move(work.enter), leave, sums=binder.group_along(work.sums["weight"]), start=start)
+    leave = binder.moves(work.leave, _sizes(layer, "embed"))
+    return LayerFlow(binder.moves(work.enter), leave, sums=binder.group_along(work.sums["weight"]), start=start)
 
 
 def _start(layer: Layer, dim: str, rank: int) -> int:
@@ -233,19 +233,20 @@ def _container(
             raise PlanError(
                 f"forward has no argument `{name}`", {"arguments": ", ".join(names)}, "name one of them, or write `in`"
             )
-        moves[name] = binder.move(changes(flow, () if has_tensors else partials))
+        moves[name] = binder.moves(flow_route(flow, () if has_tensors else partials))
         if has_tensors and cuts(flow.after):
-            sizes = tuple(
-                (subgroup, DimSizes(dim, cut.sizes, cut.balanced))
+            slices = tuple(
+                (subgroup, DimStep("all_gather", cut.axes, dim, cut))
                 for dim, cut in cuts(flow.after).items()
                 if (subgroup := binder.group_along(cut.axes)) is not None
             )
-            wraps[name] = Wrapping(flow.after, sizes, binder.group)
+            wraps[name] = Wrapping(flow.after, slices, binder.group)
     pre_hook = None
     if wraps or any(moves.values()):  # a hook that does nothing would cost each call some microseconds
         pre_hook = FlowPreHook(moves, names, wraps, bool(partials) and not has_tensors)
     results = (
-        (name, binder.move(changes(flow)), flow.before if has_tensors else None) for name, flow in stated.outs.items()
+        (name, binder.moves(flow_route(flow)), flow.before if has_tensors else None)
+        for name, flow in stated.outs.items()
     )
     found = {name: Result(move, takes_from) for name, move, takes_from in results if move or takes_from is not None}
     post_hook = FlowHook(found) if found else None

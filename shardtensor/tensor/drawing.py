@@ -26,9 +26,9 @@ import torch
 from torch import Generator, Tensor
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import part_of
 from shardtensor.layout.box import Box, runs
-from shardtensor.layout.layout import Layout, replicated
-from shardtensor.tensor.move import take
+from shardtensor.layout.layout import Layout
 
 Sample = Callable[[Tensor, Generator | None], object]
 """Fills a contiguous tensor in place with one torch random operation."""
@@ -240,7 +240,7 @@ def draw(
     if order != rows_first:
         whole = torch.empty_permuted(layout.shape, order, dtype=dtype, device=device)
         sample(whole, generator)
-        return take(whole, replicated(layout.shape, layout.ranks, layout.grid), layout, group.rank).clone()
+        return part_of(whole, layout, group.rank).clone()
     boxes = layout.boxes(group.rank)
     pieces = draw_boxes(sample, layout.shape, boxes, dtype=dtype, device=device, generator=generator)
     if len(pieces) == 1:

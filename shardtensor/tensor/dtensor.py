@@ -16,9 +16,10 @@ from torch import nn
 from shardtensor.comm.collectives import dtype_of_gradient
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group, device_mesh_of
-from shardtensor.errors import LayoutError, RuleError
+from shardtensor.comm.redistribute import means, refuse_gradient_of_extremes
+from shardtensor.errors import LayoutError
 from shardtensor.layout.bind import bind
-from shardtensor.layout.layout import Layout, MeshLayout, same_boxes
+from shardtensor.layout.layout import MeshLayout, same_boxes
 from shardtensor.layout.nested import nested_axes, nested_layout
 from shardtensor.mesh import Mesh
 from shardtensor.plan.interop.dtensor import as_mesh, make_placements, no_placements_error, read_placements
@@ -70,7 +71,7 @@ def from_dtensor(dtensor: Any) -> ShardedTensor:
     axes = read_placements(dtensor.placements, dtensor.shape)
     layout = nested_layout(axes, tuple(dtensor.shape), mesh, _order(dtensor))
     group = as_group(device_mesh)
-    local = _FromDTensor.apply(dtensor, _gradient_scale(layout))
+    local = _FromDTensor.apply(dtensor, means(layout))  # DTensor does not divide the gradient of an average
     if group.index < 0:
         local = local.reshape(-1)[:0].view(layout.local_shape(group.rank)) if layout.shape else local.new_empty(())
     return wrap(local, layout, _odd_spec(layout, local.device, mesh), group)
@@ -99,12 +100,8 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: Any = None) -> Any:
     local = tensor._local
     if not isinstance(layout, MeshLayout):  # its boxes are DTensor's, but its local tensor may be flat
         local = local.view(nested_layout(axes, layout.shape, mesh).local_shape(tensor._group.rank))
-    odd = next((op for _, op in layout.partial if op in ("max", "min")), None)
-    if odd is not None and local.requires_grad and torch.is_grad_enabled():
-        raise RuleError(f"a partial {odd} has no gradient", {"layout": str(layout)}, "reduce it under torch.no_grad()")
-    return _ToDTensor.apply(
-        local, device_mesh, make_placements(axes), torch.Size(layout.shape), _gradient_scale(layout)
-    )
+    refuse_gradient_of_extremes(local, layout)
+    return _ToDTensor.apply(local, device_mesh, make_placements(axes), torch.Size(layout.shape), means(layout))
 
 
 def as_dtensor(tensor: ShardedTensor, device_mesh: Any, placements: Any) -> Any:
@@ -169,20 +166,11 @@ def _order(dtensor: Any) -> tuple[int, ...] | None:
     return tuple(axis for entry in entries for axis in entry.mesh_dims)
 
 
-def _gradient_scale(layout: Layout) -> float:
-    """Return DTensor's gradient of a partial sum over ShardedTensor's. Both are the gradient of the whole, but DTensor
-    does not divide it by the number of ranks for an average."""
-    scale = 1
-    for axis, op in layout.partial:
-        scale *= layout.grid[axis] if op == "avg" else 1
-    return float(scale)
-
-
 class _FromDTensor(torch.autograd.Function):
     """DTensor -> local; backward: the gradient's local part -> DTensor, with nothing left to reduce."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: Any, scale: float) -> torch.Tensor:
+    def forward(ctx: Any, dtensor: Any, scale: int) -> torch.Tensor:
         ctx.mesh, ctx.placements, ctx.shape, ctx.scale = dtensor.device_mesh, dtensor.placements, dtensor.shape, scale
         local = dtensor._local_tensor
         return local.view_as(local)
@@ -198,7 +186,7 @@ class _ToDTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, device_mesh: Any, placements: tuple[Any, ...], shape: torch.Size, scale: float
+        ctx: Any, local: torch.Tensor, device_mesh: Any, placements: tuple[Any, ...], shape: torch.Size, scale: int
     ) -> Any:
         ctx.mesh, ctx.placements, ctx.local_shape, ctx.scale = device_mesh, placements, local.shape, scale
         return _dtensor(local, device_mesh, placements, shape)

@@ -13,13 +13,13 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import redistribute
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError
 from shardtensor.layout.layout import Layout
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.drawing import Sample, draw
-from shardtensor.tensor.move import moved
 from shardtensor.tensor.placing import bind_to, device_for, requested_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
@@ -129,7 +129,7 @@ def distribute(
     device = device_for(spec, group, tensor.device)
     if requires_grad is not None:
         tensor = tensor.detach()
-    local = moved(local_as(tensor, layout.reduced(), group), layout.reduced(), layout, group).to(device)
+    local = redistribute(local_as(tensor, layout.reduced(), group), layout.reduced(), layout, group).to(device)
     source = tensor._local if isinstance(tensor, ShardedTensor) else tensor
     is_view = local.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     if is_view or local.untyped_storage().nbytes() != local.numel() * local.element_size():

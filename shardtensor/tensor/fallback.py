@@ -33,13 +33,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from shardtensor.comm.call_site import call_site
 from shardtensor.comm.checked import WHEN_CHECKED, CheckedGroup
+from shardtensor.comm.redistribute import part
 from shardtensor.comm.torch_group import bytes_of
 from shardtensor.errors import RuleError
 from shardtensor.tensor import dispatch
 from shardtensor.tensor.copied import refuse_lost_write
 from shardtensor.tensor.dispatch import ANY_OTHER, bare_name, implements, name_of, refuse_partial_write, warn_of_gather
 from shardtensor.tensor.drawing import agree_on_state, default_generator
-from shardtensor.tensor.move import part
 from shardtensor.tensor.sharded_tensor import WRAPPER_CLASSES, ShardedTensor, local_of, wrap
 
 SHOWS_MEMORY = frozenset(

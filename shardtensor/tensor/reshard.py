@@ -9,6 +9,7 @@ import torch
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
+from shardtensor.comm.redistribute import common_group, redistribute, reduce_local
 from shardtensor.errors import LayoutError, RuleError
 from shardtensor.layout.box import whole
 from shardtensor.layout.layout import Layout, ListedLayout
@@ -16,7 +17,6 @@ from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.factories import distribute
 from shardtensor.tensor.gradient import keep_grad_dtype
-from shardtensor.tensor.move import common_group, moved, reduce_local
 from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -92,7 +92,7 @@ def reshard_on(tensor: ShardedTensor, spec: ShardingSpec, layout: Layout, group:
         local = _moved(tensor, spec, layout, group)
         if grad is not None:
             common = common_group(tensor._group, group)
-            grad = moved(grad, tensor._layout.reduced(), layout.reduced(), common).to(local.device)
+            grad = redistribute(grad, tensor._layout.reduced(), layout.reduced(), common).to(local.device)
     if local is not tensor._local:
         if local.untyped_storage().nbytes() != local.numel() * local.element_size():
             local = local.clone(memory_format=torch.contiguous_format)  # a shard owns exactly its bytes
@@ -119,7 +119,7 @@ def _forward_grad(old: torch.Tensor, layout: Layout, group: Group, tensor: Shard
             return
         local = tensor._local
         common = common_group(group, tensor._group)
-        new = moved(grad, layout.reduced(), tensor._layout.reduced(), common).to(local.device)
+        new = redistribute(grad, layout.reduced(), tensor._layout.reduced(), common).to(local.device)
         local.grad = new if local.grad is None else local.grad + new
 
     old.grad = None
@@ -127,7 +127,7 @@ def _forward_grad(old: torch.Tensor, layout: Layout, group: Group, tensor: Shard
 
 
 def _moved(tensor: ShardedTensor, spec: ShardingSpec, layout: Layout, group: Group) -> torch.Tensor:
-    local = moved(tensor._local, tensor._layout, layout, common_group(tensor._group, group))
+    local = redistribute(tensor._local, tensor._layout, layout, common_group(tensor._group, group))
     if tensor.is_meta:
         return local
     device = device_for(spec, group, like=local.device)
@@ -171,7 +171,7 @@ def _gather(
         there = ListedLayout(
             shape=layout.shape, ranks=(group.ranks[dst],), grid=(1,), owned=((group.ranks[dst], whole(layout.shape)),)
         )
-        local = moved(local if dtype is None else local.to(dtype), layout.reduced(), there, group)
+        local = redistribute(local if dtype is None else local.to(dtype), layout.reduced(), there, group)
         if out is not None:
             out.copy_(local)
     return None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from shardtensor.comm.group import Group
+from shardtensor.comm.redistribute import as_nothing, common_group, part, redistribute, reduce_local, whole
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, RuleError, ShardCountError
 from shardtensor.layout.layout import Layout, ListedLayout, replicated, same_boxes
@@ -23,7 +24,6 @@ from shardtensor.spec.parse import as_spec
 from shardtensor.tensor import dispatch, placing
 from shardtensor.tensor.copied import Copied, version_of
 from shardtensor.tensor.metadata_methods import MetadataMethods
-from shardtensor.tensor.move import as_nothing, common_group, moved, part, reduce_local, whole
 from shardtensor.tensor.placing import bind_named
 from shardtensor.tensor.shard import Shard, ShardedTensorMetadata, TensorProperties
 
@@ -333,7 +333,7 @@ def local_as(tensor: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor
     if isinstance(tensor, ShardedTensor):
         if tensor._layout is layout:
             return tensor._local
-        return moved(tensor._local, tensor._layout, layout, common_group(group, tensor._group))
+        return redistribute(tensor._local, tensor._layout, layout, common_group(group, tensor._group))
     return part(tensor, layout, group)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardtensor.comm.process_group import as_group
+from shardtensor.comm.redistribute import take
 from shardtensor.errors import NotTraced, ShardTensorError
 from shardtensor.layout.layout import replicated
 from shardtensor.plan.findings.checking import OF_FLOWS, errors_of
@@ -31,7 +32,6 @@ from shardtensor.plan.plan import Plan
 from shardtensor.sharding.model_info import model_info
 from shardtensor.sharding.shard_module import shard_module
 from shardtensor.sim.simulate import simulate
-from shardtensor.tensor.move import take
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 from shardtensor.trace.borders import TOLERANCE, TORCH, Recorder
 from shardtensor.trace.edits import Edit, edits, loss_edit

@@ -21,12 +21,13 @@ from torch import nn
 
 import shardtensor as st
 from shardtensor import comm
-from shardtensor.comm import along_dim, collectives
-from shardtensor.comm.along_dim import DimSizes
+from shardtensor.comm import collectives
 from shardtensor.comm.checked import CheckedGroup, are_collectives_checked
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group, forget_destroyed
+from shardtensor.comm.redistribute import all_gather, reduce_scatter
 from shardtensor.comm.torch_group import TorchGroup
+from shardtensor.layout.route import DimStep
 
 PATIENT_S, SHORT_S = 30.0, 2.0  # timeouts: where nobody waits for one to be over, and where somebody does
 
@@ -209,9 +210,9 @@ def test_the_same_operation_of_another_line(world):
 def backward_of_two_things() -> tuple[str, str]:
     group = checked_group()
     x = torch.ones(3, device=device(), requires_grad=True)
-    split, alike = collectives.sum_gradient(x, group), collectives.all_gather(x, [3, 3], group)
-    halves = DimSizes(0, (3, 3))
-    return told(lambda: (split if group.rank == 0 else along_dim.reduce_scatter(alike, halves, group)).sum().backward())
+    split, alike = collectives.sum_gradient(x, group), all_gather(x, DimStep("all_gather"), group)
+    halves = DimStep("reduce_scatter")
+    return told(lambda: (split if group.rank == 0 else reduce_scatter(alike, halves, group)).sum().backward())
 
 
 def test_backward(world):

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import device, every_size
 from torch.autograd import forward_ad
 
-from shardtensor.comm import along_dim, collectives
-from shardtensor.comm.along_dim import DimSizes
+from shardtensor.comm import collectives, redistribute
 from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import RuleError
+from shardtensor.layout.route import DimStep
+from shardtensor.spec.nodes import Cut
 
 COUNTS = [(2, 2, 2, 2), (3, 1, 4, 2), (0, 5, 0, 1)]
 
 
-def gathered_for_split_work(x: torch.Tensor, counts: tuple[int, ...], group: Group) -> torch.Tensor:
-    return along_dim.all_gather(x, DimSizes(0, tuple(counts)), group, sum_gradient=True)
+def step(counts: Sequence[int], sums: bool = False) -> DimStep:
+    return DimStep("", cut=Cut("tp", sizes=tuple(counts)), sums=sums)
 
 
-def reduced_and_scattered(x: torch.Tensor, counts: tuple[int, ...], group: Group) -> torch.Tensor:
-    return along_dim.reduce_scatter(x, DimSizes(0, tuple(counts)), group)
+def local_slice(x: torch.Tensor, counts: Sequence[int], group: Group) -> torch.Tensor:
+    return redistribute.local_slice(x, step(counts), group)
+
+
+def all_gather(x: torch.Tensor, counts: Sequence[int], group: Group) -> torch.Tensor:
+    return redistribute.all_gather(x, step(counts), group)
+
+
+def gathered_for_split_work(x: torch.Tensor, counts: Sequence[int], group: Group) -> torch.Tensor:
+    return redistribute.all_gather(x, step(counts, sums=True), group)
+
+
+def reduced_and_scattered(x: torch.Tensor, counts: Sequence[int], group: Group) -> torch.Tensor:
+    return redistribute.reduce_scatter(x, step(counts), group)
 
 
 def numbers(count: int, seed: int) -> torch.Tensor:
@@ -52,8 +67,8 @@ def check_adjoints() -> None:
         counts = pattern[:n]
         own, total = counts[me], sum(counts)
         cases += [
-            ("copy", total, "part", own, lambda x, c=counts: collectives.local_slice(x, c, group)),
-            ("part", own, "copy", total, lambda x, c=counts: collectives.all_gather(x, c, group)),
+            ("copy", total, "part", own, lambda x, c=counts: local_slice(x, c, group)),
+            ("part", own, "copy", total, lambda x, c=counts: all_gather(x, c, group)),
             ("part", own, "partial", total, lambda x, c=counts: gathered_for_split_work(x, c, group)),
             ("partial", total, "part", own, lambda x, c=counts: reduced_and_scattered(x, c, group)),
         ]
@@ -88,8 +103,8 @@ def check_dense() -> None:
         counts = pattern[:n]
         full = numbers(sum(counts), 5)
         part = full.split(counts)[me]
-        assert torch.equal(collectives.local_slice(full, counts, group), part)
-        assert torch.equal(collectives.all_gather(part, counts, group), full)
+        assert torch.equal(local_slice(full, counts, group), part)
+        assert torch.equal(all_gather(part, counts, group), full)
         assert torch.equal(gathered_for_split_work(part, counts, group), full)
         terms = [numbers(sum(counts), r) for r in range(n)]
         assert torch.equal(reduced_and_scattered(terms[me], counts, group), sum(terms).split(counts)[me])
@@ -131,8 +146,8 @@ def test_alone_they_return_their_argument():
     assert collectives.sum_gradient(x, alone) is x
     assert collectives.all_reduce(x, alone) is x
     for result in (
-        collectives.local_slice(x, (3,), alone),
-        collectives.all_gather(x, (3,), alone),
+        local_slice(x, (3,), alone),
+        all_gather(x, (3,), alone),
         gathered_for_split_work(x, (3,), alone),
         reduced_and_scattered(x, (3,), alone),
         collectives.all_to_all(x, (3,), (3,), alone),
@@ -148,9 +163,9 @@ def check_compiled(name: str) -> None:
     moves = {
         "sum_gradient": (6, lambda x: collectives.sum_gradient(x, group)),
         "all_reduce": (6, lambda x: collectives.all_reduce(x, group)),
-        "local_slice": (sum(counts), lambda x: collectives.local_slice(x, counts, group)),
-        "all_gather": (counts[me], lambda x: collectives.all_gather(x, counts, group)),
-        "lopsided all_gather": (lopsided[me], lambda x: collectives.all_gather(x, lopsided, group)),
+        "local_slice": (sum(counts), lambda x: local_slice(x, counts, group)),
+        "all_gather": (counts[me], lambda x: all_gather(x, counts, group)),
+        "lopsided all_gather": (lopsided[me], lambda x: all_gather(x, lopsided, group)),
         "reduce_scatter": (sum(counts), lambda x: reduced_and_scattered(x, counts, group)),
         "all_to_all": (2 * n, lambda x: collectives.all_to_all(x, [2] * n, [2] * n, group)),
     }
@@ -186,7 +201,7 @@ def check_unrecorded() -> None:
             for move in (
                 lambda: collectives.sum_gradient(x, group),
                 lambda: collectives.all_reduce(leaf, group),
-                lambda: collectives.local_slice(x, [3] * group.size, group),
+                lambda: local_slice(x, [3] * group.size, group),
             ):
                 with pytest.raises(RuleError, match="a collective would lose the tangents"):
                     move()
@@ -203,7 +218,7 @@ def check_graphs_end_with_their_results():
     whole, part = torch.ones(sum(counts), device=device()), torch.ones(4, device=device())
     for call, value in (
         (lambda x: collectives.all_reduce(x, group), whole),
-        (lambda x: collectives.all_gather(x, counts, group), part),
+        (lambda x: all_gather(x, counts, group), part),
         (lambda x: reduced_and_scattered(x, counts, group), whole),
         (
             lambda x: collectives.all_to_all(x, [4 // group.size] * group.size, [4 // group.size] * group.size, group),

@@ -185,12 +185,13 @@ class Experts(nn.Module):
         if mesh is None:
             return (x @ self.weight.T).pow(2).sum(1)
         group = mesh.axis(*axes)
-        from shardtensor.comm.along_dim import DimSizes, all_gather, reduce_scatter
+        from shardtensor.comm.redistribute import all_gather, reduce_scatter
+        from shardtensor.layout.route import DimStep
 
         local = self.weight._local
-        everyone = all_gather(x, DimSizes(0), group, sum_gradient=True)
+        everyone = all_gather(x, DimStep("all_gather", sums=True), group)
         parts = (everyone @ local.T).pow(2).sum(1)
-        return reduce_scatter(parts, DimSizes(0), group)
+        return reduce_scatter(parts, DimStep("reduce_scatter"), group)
 
 
 def experts(axes, spec):

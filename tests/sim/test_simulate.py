@@ -15,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import shardtensor as st
 from shardtensor.comm import collectives
 from shardtensor.comm.process_group import as_group, world_place
+from shardtensor.comm.redistribute import local_slice
+from shardtensor.layout.route import DimStep
 from shardtensor.mesh import read_mesh
+from shardtensor.spec.nodes import Cut
 
 SIZES = (1, 2, 3, 4)
 
@@ -213,7 +216,7 @@ def test_gradients_meet_in_backward_nested_and_checkpointed():
         leaf = torch.arange(1.0, 5.0, requires_grad=True)
 
         def total(whole: torch.Tensor) -> torch.Tensor:
-            part = collectives.local_slice(whole, [3, 1], group)
+            part = local_slice(whole, DimStep("slice", cut=Cut("tp", sizes=(3, 1))), group)
             return collectives.all_reduce(part.square().sum(), group)
 
         (checkpoint(total, leaf, use_reentrant=reentrant) ** 2).backward()

@@ -9,10 +9,10 @@ import torch
 from test_reshard import specs
 
 import shardtensor as st
+from shardtensor.comm import exchange
 from shardtensor.comm.process_group import as_group
 from shardtensor.layout.bind import bind
 from shardtensor.layout.route import route
-from shardtensor.tensor import exchange
 
 
 def misplacement(t: torch.Tensor) -> int | None:

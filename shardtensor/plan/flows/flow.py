@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from types import EllipsisType, MappingProxyType
-from typing import Literal
 
 import attrs
 
 from shardtensor.errors import PlanError
+from shardtensor.layout.route import DimStep
 from shardtensor.spec.nodes import Cut, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 
@@ -165,20 +165,9 @@ class GradientError(FlowError):
     code = "E401"
 
 
-@attrs.frozen
-class Change:
-    """One step from the left layout of a flow to its right one."""
-
-    kind: Literal["sum_gradient", "sum", "gather", "take", "sum_scatter"]
-    axes: Axes
-    dim: int = 0
-    cut: Cut | None = None
-    sums: bool = False
-
-
 @lru_cache(maxsize=4096)
-def changes(flow: Flow, partials: Axes = ()) -> tuple[Change, ...]:
-    """Return the steps of a flow.
+def flow_route(flow: Flow, partials: Axes = ()) -> tuple[DimStep, ...]:
+    """Return the steps of a flow, as `shardtensor.layout.route` does for layouts.
 
     Args:
         partials: axes along which the gradient from the right is a partial sum, besides those that the flow declares.
@@ -187,10 +176,10 @@ def changes(flow: Flow, partials: Axes = ()) -> tuple[Change, ...]:
         FlowError: (a PlanError) no steps lead from the left to the right layout.
 
     Example:
-        >>> [step.kind for step in changes(read_flow("[-, tp, ...] -> replicate"), ("tp",))]
-        ['gather']
-        >>> [step.kind for step in changes(read_flow("partial(tp) -> [-, tp, ...]"))]
-        ['sum_scatter']
+        >>> [step.kind for step in flow_route(read_flow("[-, tp, ...] -> replicate"), ("tp",))]
+        ['all_gather']
+        >>> [step.kind for step in flow_route(read_flow("partial(tp) -> [-, tp, ...]"))]
+        ['reduce_scatter']
     """
     partials = union(flow.partials, partials)
     before, after = cuts(flow.before), cuts(flow.after)
@@ -208,18 +197,18 @@ def changes(flow: Flow, partials: Axes = ()) -> tuple[Change, ...]:
                 {"flow": str(flow)},
                 "let the value pass as it is, or cut it evenly or `balanced`",
             )
-    steps: list[Change] = []
+    steps: list[DimStep] = []
     open_axes = [axis for axis in partial if axis not in kept]
     passed = {*cut_axes(flow.before), *cut_axes(flow.after), *partial}
     summed = tuple(axis for axis in partials if axis not in passed)
     if summed:
-        steps.append(Change("sum_gradient", summed))
+        steps.append(DimStep("sum_gradient", summed, sums=True))
     for dim, cut in list(coming.items()):
         if open_axes and set(cut.axes) == set(open_axes):
-            steps.append(Change("sum_scatter", cut.axes, dim, cut))
+            steps.append(DimStep("reduce_scatter", cut.axes, dim, cut))
             open_axes, _ = [], coming.pop(dim)
     if open_axes:
-        steps.append(Change("sum", tuple(open_axes)))
+        steps.append(DimStep("all_reduce", tuple(open_axes)))
     for dim, cut in leaving.items():
         if 0 < len(set(cut.axes) & set(partials)) < len(cut.axes):
             raise GradientError(
@@ -227,7 +216,7 @@ def changes(flow: Flow, partials: Axes = ()) -> tuple[Change, ...]:
                 {"flow": str(flow), "cut over": "*".join(cut.axes)},
                 "say the others, too: `grad partial(...)` where the copies differ",
             )
-        steps.append(Change("gather", cut.axes, dim, cut, set(cut.axes) <= set(partials)))
+        steps.append(DimStep("all_gather", cut.axes, dim, cut, set(cut.axes) <= set(partials)))
     for dim, cut in coming.items():
-        steps.append(Change("take", cut.axes, dim, cut))
+        steps.append(DimStep("slice", cut.axes, dim, cut))
     return tuple(steps)

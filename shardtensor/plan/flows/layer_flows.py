@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import attrs
 
-from shardtensor.plan.flows.flow import Change, Flow, FlowError, changes, cut_axes, cuts, last_cut, partial_axes, union
+from shardtensor.layout.route import DimStep
+from shardtensor.plan.flows.flow import Flow, FlowError, cut_axes, cuts, flow_route, last_cut, partial_axes, union
 from shardtensor.plan.flows.modules import REPLICATE, Layer, Names
 from shardtensor.spec.nodes import Replicate, Spec
 
@@ -42,8 +43,8 @@ class LayerWork:
 
     came: Flow
     leaves: Flow
-    enter: tuple[Change, ...]
-    leave: tuple[Change, ...]
+    enter: tuple[DimStep, ...]
+    leave: tuple[DimStep, ...]
     partials: Names
     sums: dict[str, Names]
     sums_beside: bool = False
@@ -86,10 +87,10 @@ def partials_of(layer: Layer) -> Names:
     return union(layer.cut("weight", "out"), declared) if layer.kind.name == "linear" else declared
 
 
-def steps(flow: Flow, side: str, partials: Names = ()) -> tuple[Change, ...]:
-    """Return `changes`; raise its errors as contradictions."""
+def steps(flow: Flow, side: str, partials: Names = ()) -> tuple[DimStep, ...]:
+    """Return `flow_route`; raise its errors as contradictions."""
     try:
-        return changes(flow, partials)
+        return flow_route(flow, partials)
     except FlowError as error:
         facts = dict(error.rows)
         fix = facts.pop("fix")

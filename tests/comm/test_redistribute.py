@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 
+import attrs
 import pytest
 import torch
 
 from shardtensor.comm import collectives
-from shardtensor.comm.along_dim import (
-    DimSizes,
-    PendingReduceScatter,
-    all_gather,
-    all_gather_no_grad,
-    local_slice,
-    reduce_scatter,
-    reduce_scatter_no_grad,
-)
 from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.comm.process_group import as_group
+from shardtensor.comm.redistribute import PendingReduceScatter, all_gather, local_slice, reduce_scatter
 from shardtensor.errors import LayoutError
+from shardtensor.layout.route import DimStep
+from shardtensor.spec.nodes import Cut
 
 
 def numbers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -28,7 +23,11 @@ def numbers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def cases(size: int) -> Iterator[tuple[tuple[int, ...], DimSizes, list[int]]]:
+def gathered_for_split_work(x: torch.Tensor, step: DimStep, group: Group) -> torch.Tensor:
+    return all_gather(x, attrs.evolve(step, sums=True), group)
+
+
+def cases(size: int) -> Iterator[tuple[tuple[int, ...], DimStep, list[int]]]:
     """Shapes of the whole, how a dim is cut, and the size of each slice."""
     for shape in ((2, 3, 4), (1, 3, 2), (3, 1)):
         for dim in range(-len(shape), len(shape)):
@@ -36,34 +35,34 @@ def cases(size: int) -> Iterator[tuple[tuple[int, ...], DimSizes, list[int]]]:
             rest = shape[len(lead) + 1 :]
             even, uneven = [2] * size, [2 if i < 1 else 1 for i in range(size)]
             lopsided = [0, 3, 1, 0][:size] if size > 1 else [3]
-            for sizes, dim_sizes in (
-                (even, DimSizes(dim)),
-                (even, DimSizes(dim, balanced=True)),
-                (uneven, DimSizes(dim, balanced=True)),
-                (lopsided, DimSizes(dim, tuple(lopsided))),
-                (even, DimSizes(dim, tuple(even))),
+            for sizes, cut in (
+                (even, None),
+                (even, Cut("tp", balanced=True)),
+                (uneven, Cut("tp", balanced=True)),
+                (lopsided, Cut("tp", sizes=tuple(lopsided))),
+                (even, Cut("tp", sizes=tuple(even))),
             ):
-                yield (*lead, sum(sizes), *rest), dim_sizes, sizes
+                yield (*lead, sum(sizes), *rest), DimStep("", dim=dim, cut=cut), sizes
 
 
 def check() -> None:
     group = as_group()
     me = group.index
-    for shape, dim_sizes, sizes in cases(group.size):
-        dim = dim_sizes.dim
+    for shape, step, sizes in cases(group.size):
+        dim = step.dim
         whole = numbers(shape, 1)
         part = whole.split(sizes, dim)[me].clone()
         terms = [numbers(shape, 2 + rank) for rank in range(group.size)]
         mine = sum(terms).split(sizes, dim)[me]
-        for get in (all_gather_no_grad, all_gather, lambda *args: all_gather(*args, sum_gradient=True)):
-            assert torch.equal(get(part, dim_sizes, group), whole)
-            assert torch.equal(get(part.mT, dim_sizes._replace(dim=swapped(dim, part.dim())), group), whole.mT)
-        assert torch.equal(local_slice(whole, dim_sizes, group), part)
-        for get in (reduce_scatter_no_grad, reduce_scatter, lambda *args: PendingReduceScatter(*args).wait()):
-            result = get(terms[me], dim_sizes, group)
+        for get in (all_gather, gathered_for_split_work):
+            assert torch.equal(get(part, step, group), whole)
+            assert torch.equal(get(part.mT, attrs.evolve(step, dim=swapped(dim, part.dim())), group), whole.mT)
+        assert torch.equal(local_slice(whole, step, group), part)
+        for get in (reduce_scatter, lambda *args: PendingReduceScatter(*args).wait()):
+            result = get(terms[me], step, group)
             assert torch.equal(result, mine) and result.is_contiguous()
             strided = terms[me].mT.contiguous().mT
-            assert torch.equal(get(strided, dim_sizes, group), mine)
+            assert torch.equal(get(strided, step, group), mine)
 
 
 def swapped(dim: int, ndim: int) -> int:
@@ -93,26 +92,26 @@ def check_adjoints() -> None:
 
     calls: list[tuple[str, str, Callable[..., torch.Tensor]]] = [
         ("part", "copy", all_gather),
-        ("part", "partial", lambda *args: all_gather(*args, sum_gradient=True)),
+        ("part", "partial", gathered_for_split_work),
         ("copy", "part", local_slice),
         ("partial", "part", reduce_scatter),
     ]
-    for (shape, dim_sizes, sizes), (source, target, move) in product(cases(group.size), calls):
+    for (shape, step, sizes), (source, target, move) in product(cases(group.size), calls):
         own = list(shape)
-        own[dim_sizes.dim] = sizes[me]
+        own[step.dim] = sizes[me]
         shapes = {"part": tuple(own), "copy": shape, "partial": shape}
         x = draw(source, shapes[source], 10).requires_grad_()
         y = draw(target, shapes[target], 20).requires_grad_()
-        out = move(x, dim_sizes, group)
+        out = move(x, step, group)
         (grad,) = torch.autograd.grad(out, x, y, create_graph=True)
         assert grad.shape == x.shape
         assert dot(target, out.detach(), y.detach()) == dot(source, x.detach(), grad.detach())
         z = draw(source, shapes[source], 30)
         (second,) = torch.autograd.grad(grad, y, z)  # the backward is linear in y: its own is the forward again
-        assert torch.equal(second, move(z, dim_sizes, group))
-        assert not move(x.detach(), dim_sizes, group).requires_grad
+        assert torch.equal(second, move(z, step, group))
+        assert not move(x.detach(), step, group).requires_grad
         with torch.no_grad():
-            assert torch.equal(move(x, dim_sizes, group), out)
+            assert torch.equal(move(x, step, group), out)
 
 
 @pytest.mark.worlds("sim")
@@ -145,16 +144,16 @@ def test_uneven_stretches_have_to_be_asked_for():
     group: Group = SingleRankGroup()
     group.size = 3
     x = torch.ones(2, 7)
-    for move in (local_slice, reduce_scatter_no_grad, reduce_scatter):
+    for move in (local_slice, reduce_scatter, PendingReduceScatter):
         with pytest.raises(LayoutError, match="7 elements of dim 1 cannot be cut evenly over 3 ranks") as caught:
-            move(x, DimSizes(1), group)
+            move(x, DimStep("", dim=1), group)
         assert "2 x 7" in str(caught.value) and "multiple of 3" in str(caught.value)
-    assert DimSizes(1, balanced=True).of_full(x, group) == [3, 2, 2]
-    assert DimSizes(0, (1, 1, 0)).of_full(x, group) == (1, 1, 0)
+    assert DimStep("", dim=1, cut=Cut("tp", balanced=True)).sizes_of(x.shape, 3) == (3, 2, 2)
+    assert DimStep("", cut=Cut("tp", sizes=(1, 1, 0))).sizes_of(x.shape, 3) == (1, 1, 0)
 
 
 def test_alone_there_is_nothing_to_join():
     alone, x = SingleRankGroup(), numbers((2, 3), 0).requires_grad_()
     for move in (all_gather, local_slice, reduce_scatter):
-        out = move(x, DimSizes(1), alone)
+        out = move(x, DimStep("", dim=1), alone)
         assert torch.equal(out, x) and out.requires_grad
