@@ -92,7 +92,12 @@ def check_numeric(
     errors = errors_of(resolve(plan, model_info(module)))
     if any(each.code not in OF_FLOWS for each in errors):
         return errors
-    dense = _Dense.of(plan, module, step)
+    try:
+        dense = _Dense.of(plan, module, step)
+    except NotTraced:
+        if errors:
+            return errors
+        raise
     outcome = dense.run(plan, progress)
     if outcome.is_right:
         return ()
