@@ -65,12 +65,17 @@ class TracedStep:
 
     Attributes:
         flops: of forward and backward; products, attention and convolutions count.
-        activation_bytes: that autograd saves from forward to backward, without parameters.
+        activation_bytes: that autograd saves from forward to backward, without parameters; and those that it saves to
+            recompute one checkpointed module.
+        recomputed_flops: those of `flops` that recompute checkpointed modules.
+        kept: the bytes that autograd saves in forward, by module, the most first; numbers of layers as ``*``.
     """
 
     collectives: tuple[Collective, ...]
     flops: float
     activation_bytes: int
+    recomputed_flops: float = 0.0
+    kept: tuple[tuple[str, int], ...] = ()
 
 
 @attrs.frozen
