@@ -79,7 +79,8 @@ def trace_step(
         for where, size in found.kept.items():
             kept[where] += times * (size - few.kept[where])
     collectives = tuple(attrs.evolve(each, calls=count) for each, count in calls.items() if count > 0)
-    return TracedStep(collectives, flops, kept.total() + few.restored, recomputed, tuple(kept.most_common()))
+    by_module = tuple((where, size) for where, size in kept.most_common() if size)
+    return TracedStep(collectives, flops, kept.total() + few.restored, recomputed, by_module)
 
 
 @contextmanager
