@@ -162,9 +162,10 @@ def _step(step: StepSeconds, batch: Batch) -> dict[str, float]:
 
 
 def _head(options: argparse.Namespace, counted: Resolved | Model, batch: Batch) -> dict[str, Any]:
-    tensors = [p.tensor for p in own_tensors(counted)] if isinstance(counted, Resolved) else counted.tensors
+    model = counted.model if isinstance(counted, Resolved) else counted
+    tensors = [p.tensor for p in own_tensors(counted)] if isinstance(counted, Resolved) else model.tensors
     return {
-        "plan": str(options.plan), "model": counted.model.source if isinstance(counted, Resolved) else counted.source,
+        "plan": str(options.plan), "model": model.source, "architecture": model.class_name,
         "parameters": sum(tensor.numel for tensor in tensors if not tensor.is_buffer), "world": options.world,
         "batch": batch.samples, "seq": batch.seq, "dtype": batch.dtype, "optimizer": options.optimizer,
         "master_weights": options.master_weights, "checkpoint_activations": options.checkpoint_activations,
@@ -293,7 +294,7 @@ def _console() -> Console:
 
 
 def _print_head(console: Console, report: dict[str, Any]) -> None:
-    of = "  ".join(filter(None, (report["plan"], report["model"])))
+    of = "  ".join(filter(None, dict.fromkeys((report["plan"], report["architecture"], report["model"]))))
     parts = report.get("data_ranks", 1)
     dtype = report["dtype"] + ", float32 master weights" * report["master_weights"]
     share = f" ({report['batch'] // parts} on each of {parts} data ranks)" if parts > 1 else ""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
-from shardtensor.cli.picture import Picture, picture_of
 from shardtensor.layout.explain import bytes_text
+from shardtensor.layout.picture import Picture, picture_of
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.brief import brief_names
 from shardtensor.plan.match.patterns import is_below, matches
@@ -81,12 +82,14 @@ class Scene:
     Attributes:
         title: the name of the plan.
         subject: its model.
+        costs: its costs, as `shardtensor plan` prints them; None if they are not shown.
     """
 
     title: str
     subject: str
     resolved: Resolved
     shown: tuple[Shown, ...]
+    costs: dict[str, Any] | None = None
 
     @property
     def axes(self) -> Axes:
@@ -108,10 +111,13 @@ class Scene:
         return text + (f"   samples differ along {', '.join(self.axes.data)}" if self.axes.data else "")
 
 
-def scene_of_plan(resolved: Resolved, title: str, subject: str = "", *, pattern: str = "") -> Scene:
+def scene_of_plan(
+    resolved: Resolved, title: str, subject: str = "", *, pattern: str = "", costs: dict[str, Any] | None = None
+) -> Scene:
     """Return the scene of a plan.
 
     Args:
+        title, subject, costs: see `Scene`.
         pattern: only tensors that it matches, or below modules that it matches.
     """
     alike: dict[object, list[Placed]] = {}
@@ -120,7 +126,7 @@ def scene_of_plan(resolved: Resolved, title: str, subject: str = "", *, pattern:
             stored = str(each.stored or "")
             alike.setdefault((str(each.spec), each.layout, each.tensor.dtype, stored), []).append(each)
     shown = tuple(_shown(group, resolved.plan.axes) for group in alike.values())
-    return Scene(title, subject, resolved, shown)
+    return Scene(title, subject, resolved, shown, costs)
 
 
 def size_text(shape: Sequence[int], names: Sequence[str] | None = None) -> str:
