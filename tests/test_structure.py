@@ -20,11 +20,11 @@ spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 50_700
+LINES = 52_060
 IN_CIRCLES: dict[str, int] = {}
 DEFINED_TWICE = 36
 LATE_IMPORTS = 17
-OF_ONE_IMPORTER = 58
+OF_ONE_IMPORTER = 57
 """What there is today of each; a commit that takes some away lowers the number, and only a feature raises it."""
 
 OWN_CODE = {"broadcast_object", "custom_ops", "ported", "rrefs"}

@@ -111,13 +111,10 @@ class Scene:
         return text + (f"   samples differ along {', '.join(self.axes.data)}" if self.axes.data else "")
 
 
-def scene_of_plan(
-    resolved: Resolved, title: str, subject: str = "", *, pattern: str = "", costs: dict[str, Any] | None = None
-) -> Scene:
+def scene_of_plan(resolved: Resolved, title: str, subject: str = "", *, pattern: str = "") -> Scene:
     """Return the scene of a plan.
 
     Args:
-        title, subject, costs: see `Scene`.
         pattern: only tensors that it matches, or below modules that it matches.
     """
     alike: dict[object, list[Placed]] = {}
@@ -126,7 +123,7 @@ def scene_of_plan(
             stored = str(each.stored or "")
             alike.setdefault((str(each.spec), each.layout, each.tensor.dtype, stored), []).append(each)
     shown = tuple(_shown(group, resolved.plan.axes) for group in alike.values())
-    return Scene(title, subject, resolved, shown, costs)
+    return Scene(title, subject, resolved, shown)
 
 
 def size_text(shape: Sequence[int], names: Sequence[str] | None = None) -> str:

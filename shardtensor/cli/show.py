@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from shardtensor.cli.arguments import add_model_arguments, add_step_arguments
 from shardtensor.errors import ShardTensorError, SpecError
 
@@ -68,10 +70,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _scene(options: argparse.Namespace) -> Scene:
     from shardtensor.cli.model_source import resolved_of
-    from shardtensor.cli.plan_report import costs
     from shardtensor.cli.scene import scene_of_plan
 
     resolved = resolved_of(options.plan, options)
     subject = options.safetensors or options.module or options.model or ""
-    found = costs(resolved, options) if options.html is not None and not resolved.errors else None
-    return scene_of_plan(resolved, str(options.plan), subject, pattern=options.tensor, costs=found)
+    scene = scene_of_plan(resolved, str(options.plan), subject, pattern=options.tensor)
+    if options.html is None or resolved.errors:
+        return scene
+    from shardtensor.cli.plan_report import costs
+
+    return attrs.evolve(scene, costs=costs(resolved, options))

@@ -12,7 +12,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardtensor.cli.plan_report import show_plan
 from shardtensor.cli.scene import Scene, Shown, mesh_rows
 from shardtensor.layout.box import Box
 from shardtensor.layout.explain import bytes_text
@@ -80,6 +79,8 @@ def print_scene(scene: Scene, out: Console | None = None) -> None:
     out.print(scene.mesh_text, soft_wrap=True)
     out.print()
     if scene.costs is not None:
+        from shardtensor.cli.plan_report import show_plan
+
         show_plan(scene.costs, out)
         out.print()
     out.print(_mesh_map(scene))

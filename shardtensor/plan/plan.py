@@ -75,6 +75,6 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return its rules as a table, for notebooks."""
-        rows = [(line.pattern, line.kind, line.value) for line in self.lines]
+        rows: list[tuple[Any, ...]] = [(line.pattern, line.kind, line.value) for line in self.lines]
         rows += [(store.pattern, "store", store.flat or "replicate") for store in self.stores]
         return html_table(f"{len(self.lines)} rules for {self.axes.mesh}", ("name", "kind", "value"), rows)
