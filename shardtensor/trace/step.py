@@ -70,7 +70,7 @@ def trace_step(
     with _marked(module, checkpointed):
         base, others = few_layers(module)
     few = _run(base, plan, step, rank)
-    calls, flops, recomputed, kept = few.calls, few.flops, few.recomputed, few.kept.copy()
+    calls, kept, flops, recomputed = few.calls.copy(), few.kept.copy(), few.flops, few.recomputed
     for more, times in others:
         found = _run(more, plan, step, rank)
         calls = _with_layers(calls, few.calls, found.calls, times)

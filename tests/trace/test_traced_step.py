@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -374,6 +375,20 @@ def test_stored_layers_that_are_alike_count_as_often_as_there_are(name, monkeypa
     few = trace_step(module, plan, loss_of)
     monkeypatch.setattr("shardtensor.trace.step.DEEP", 100)
     assert few == trace_step(module, plan, loss_of)
+
+
+FIRST = f"layers.{{{','.join(map(str, range(8)))}}}"
+"""Half of the layers: they are another kind than the rest."""
+
+
+@pytest.mark.parametrize("checkpointed", ["", FIRST])
+def test_checkpointed_layers_that_are_alike_count_as_often_as_there_are(checkpointed, monkeypatch):
+    plan, module = load_plan(DECODER, world=2, sp=True), Decoder(layers=17)
+    few = trace_step(module, plan, loss_of, checkpointed=checkpointed)
+    monkeypatch.setattr("shardtensor.trace.step.DEEP", 100)
+    every = trace_step(module, plan, loss_of, checkpointed=checkpointed)
+    assert set(few.collectives) == set(every.collectives)
+    assert attrs.evolve(few, collectives=()) == attrs.evolve(every, collectives=())
 
 
 def test_a_module_is_left_as_it_is():
