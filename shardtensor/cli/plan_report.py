@@ -55,7 +55,7 @@ def costs(resolved: Resolved, options: argparse.Namespace) -> dict[str, Any]:
     """
     profile = read_profile(options.hardware)
     plan, model = resolved.plan, resolved.model
-    batch = Batch(options.batch * data_ranks(resolved), _seq(options, plan.config), options.dtype or model.dtype)
+    batch = Batch(options.batch * data_ranks(resolved), _seq(options, plan.config), model.dtype)
     step, why_not = None, ""
     try:
         step = tracer_of(options, plan.config)(plan, options.batch, batch.seq)
@@ -116,7 +116,8 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
     with family_first(options, config, source):
         head = readable_plan(options.plan, config=config, world=options.world, params=params)
     model = model_of(head, config=config, config_source=source, safetensors=options.safetensors, module=options.module)
-    batch = Batch(options.batch * options.world, _seq(options, config), options.dtype or model.dtype)
+    model = model.cast(options.dtype)
+    batch = Batch(options.batch * options.world, _seq(options, config), model.dtype)
     why_not = ""
     arguments: dict[str, Any] = {
         "config": config, "world": options.world, "params": params, "batch": batch, "profile": profile,

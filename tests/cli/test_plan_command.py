@@ -317,3 +317,10 @@ def test_a_search_holds_master_weights_and_checkpointed_layers(capsys, config):
         )
     for mesh, size in found[0].items():
         assert found[2][mesh] < size < found[1][mesh]
+
+
+def test_a_chosen_dtype_is_that_of_all_bytes(capsys, config):
+    args = ("llama", "--model", config(SMALL | {"dtype": "float32"}), "--world", "6", "--set", "tp=3", "--no-step")
+    full, half = (report(capsys, *args, *more) for more in ((), ("--dtype", "bfloat16")))
+    assert (full["dtype"], half["dtype"]) == ("float32", "bfloat16")
+    assert half["memory"]["most"]["total"] * 2 == full["memory"]["most"]["total"]

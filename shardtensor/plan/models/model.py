@@ -179,6 +179,13 @@ class Model:
         architectures: Any = self.config.get("architectures") or ("",)
         return self.modules[""].class_name if "" in self.modules else str(architectures[0])
 
+    def cast(self, dtype: str | None) -> Model:
+        """Return the model with another dtype of floating-point tensors; None: as it is."""
+        if dtype is None:
+            return self
+        tensors = (attrs.evolve(each, dtype=dtype) if "float" in each.dtype else each for each in self.tensors)
+        return attrs.evolve(self, tensors=tuple(tensors))
+
     @cached_property
     def by_name(self) -> Mapping[str, TensorInfo]:
         return {tensor.name: tensor for tensor in self.tensors}
