@@ -15,6 +15,7 @@ from rich.text import Text
 from shardtensor.cli.scene import Scene, Shown, mesh_rows
 from shardtensor.layout.box import Box
 from shardtensor.layout.explain import bytes_text
+from shardtensor.layout.html import html_table
 from shardtensor.layout.picture import EVERYBODY, WIDTH, Picture, character, colour, map_cells
 from shardtensor.spec.nodes import Spec
 
@@ -110,19 +111,23 @@ _PAGE = """<!DOCTYPE html>
 <meta charset="UTF-8">
 <title>{title}</title>
 <style>
-body {{ display: flex; gap: 3em; }}
+div {{ display: flex; gap: 3em; }}
+th, td {{ text-align: left; padding-right: 2em; }}
 pre {{ font-family: Menlo, 'DejaVu Sans Mono', consolas, monospace; }}
 </style>
 </head>
 <body>
+{comparison}
+<div>
 {columns}
+</div>
 </body>
 </html>
 """
 
 
 def page(*scenes: Scene) -> str:
-    """Return scenes as one self-contained HTML page, side by side."""
+    """Return scenes as one self-contained HTML page: the figures of their costs in a table, below it side by side."""
     columns = []
     for scene in scenes:
         out = Console(
@@ -130,8 +135,19 @@ def page(*scenes: Scene) -> str:
         )
         print_scene(scene, out)
         columns.append(out.export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
-    title = escape(", ".join(scene.title for scene in scenes))
-    return _PAGE.format(title=title, columns="\n".join(columns))
+    title = ", ".join(scene.title for scene in scenes)
+    return _PAGE.format(title=escape(title), comparison=_comparison(scenes), columns="\n".join(columns))
+
+
+def _comparison(scenes: Sequence[Scene]) -> str:
+    if all(scene.costs is None for scene in scenes):
+        return ""
+    from shardtensor.cli.plan_report import figures
+
+    found = [{} if scene.costs is None else figures(scene.costs) for scene in scenes]
+    names = dict.fromkeys(name for each in found for name in each)
+    rows = ((name, *(each.get(name) or "-" for each in found)) for name in names)
+    return html_table("", ("", *(scene.title for scene in scenes)), rows)
 
 
 def _alike(shown: Sequence[Shown]) -> list[list[Shown]]:

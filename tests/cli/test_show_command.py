@@ -148,4 +148,4 @@ def test_two_plans_are_shown_in_one_page_or_below_each_other(capsys, tmp_path):
     status, said = show(capsys, *args)
     assert status == 0 and said.out.index("llama   ") < said.out.index("fsdp   ")
     assert show(capsys, *args, "--html", out)[0] == 0
-    assert out.read_text().count("<pre>") == 2 and out.read_text().count("bytes of a rank") == 2
+    assert out.read_text().count("<pre>") == 2 and out.read_text().count("bytes of a rank") == 3

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import attrs
 import pytest
 
+from shardtensor.cli.plan_report import figures
 from shardtensor.cli.scene import scene_of_plan
 from shardtensor.cli.show_text import page
 from shardtensor.layout.bind import bind
@@ -184,7 +185,22 @@ def test_plans_stand_side_by_side():
     written = page(one, other)
     reader = Reader(written)
     assert [tag for tag, _ in reader.elements].count("pre") == 2
-    assert re.search(r"body \{ display: flex", written)
+    assert re.search(r"div \{ display: flex", written)
+    assert "table" not in [tag for tag, _ in reader.elements]
     told = text_of(written)
     assert told.index("one.shard") < told.index("other.shard")
     assert "".join(text for tag, text in reader.texts if tag == "title") == "one.shard, other.shard"
+
+
+def test_plans_are_compared_by_their_figures():
+    step = {"seconds": 0.25, "tokens_per_s": 4000.0, "mfu": 0.5}
+    counted = costs_of(step=step, collectives=[{"calls": 3, "received_bytes": 1 << 20}], activations=[])
+    scenes = [attrs.evolve(scene_of_plan(decoder(), name), costs=costs_of(not_counted="")) for name in ("a", "b")]
+    few = dict(zip(("model", "bytes of a rank"), ("SomeModel", "1 B"), strict=True))
+    assert figures(scenes[0].costs) == few
+    assert figures(counted) == few | {
+        "estimated step": "250 ms", "tokens a second": "4,000", "MFU": "50.0 %", "received in a step": "3.00 MiB"
+    }  # fmt: skip
+    reader = Reader(page(*scenes, scene_of_plan(decoder(), "c")))
+    cells = [text for tag, text in reader.texts if tag in ("th", "td")]
+    assert cells == ["a", "b", "c", "model", "SomeModel", "SomeModel", "-", "bytes of a rank", "1 B", "1 B", "-"]
