@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from shardtensor.errors import NotTraced
 from shardtensor.mesh import Ranks, axes_along
@@ -143,7 +143,7 @@ class _Counted:
         self.flops = self.recomputed = 0.0
         self.kept: Counter[str] = Counter()
         self.restored = 0
-        self.flop_counter = FlopCounterMode(display=False)
+        self.flop_counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flop})
         self.phase: Any = ""
         self.inside: list[tuple[str, nn.Module | None]] = [("", None)]
         self._plan = plan

@@ -399,9 +399,10 @@ def test_a_module_is_left_as_it_is():
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
-def test_ranks_share_the_work_and_what_autograd_keeps():
+@pytest.mark.parametrize("sp", [False, True])
+def test_ranks_share_the_work_and_what_autograd_keeps(sp):
     steps = {
-        world: trace_step(Decoder(hidden=64), load_plan(DECODER, world=world, tp=world, sp=True), loss_of)
+        world: trace_step(Decoder(hidden=64), load_plan(DECODER, world=world, tp=world, sp=sp), loss_of)
         for world in (1, 2, 4)
     }
     for world in (2, 4):
