@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardtensor.errors import NotTraced
 from shardtensor.mesh import Ranks, axes_along
@@ -129,6 +129,10 @@ def _unsized(collective: Collective) -> Collective:
     return attrs.evolve(collective, sent_bytes=0, received_bytes=0)
 
 
+def _addmm_flops(total: Sequence[int], a: Sequence[int], b: Sequence[int], **rest: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
 class _Counted:
     """The counts of one rank's run.
 
@@ -143,7 +147,7 @@ class _Counted:
         self.flops = self.recomputed = 0.0
         self.kept: Counter[str] = Counter()
         self.restored = 0
-        self.flop_counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flop})
+        self.flop_counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops})
         self.phase: Any = ""
         self.inside: list[tuple[str, nn.Module | None]] = [("", None)]
         self._plan = plan

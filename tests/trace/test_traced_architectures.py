@@ -14,6 +14,7 @@ import torch
 from harness import FULL
 from harness.quick import sampled
 from harness.tiny import mixtral
+from plan.configs import LLAMA_8B
 from sharding.family_plans import FAMILIES, plan_for
 from test_traced_step import _in_turn, of_family, traced, train
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -23,6 +24,7 @@ import shardtensor as st
 from shardtensor.cli.model_source import transformers_model
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import NotTraced
+from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding import expert_dispatch
 from shardtensor.sharding.model_info import model_info
@@ -183,6 +185,15 @@ def test_chosen_modules_are_checkpointed_and_nothing_of_a_module_stays():
     with pytest.raises(NotTraced, match=r"no module matches `\*\*.nothing`"):
         trace_step(module, plan, loss, checkpointed="**.nothing")
     assert before == [set(vars(each)) for each in module.modules()]
+
+
+def test_flops_are_the_same_with_sequence_parallelism():
+    """Without it large products of one input add to one gradient."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    keys = LLAMA_8B | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2}
+    plans = [load_plan("llama", config=keys, world=8, tp=8, sp=sp) for sp in (False, True)]
+    steps = [trace_step(transformers_model(keys), plan, lambda m: example_step(m, 0, 2048)) for plan in plans]
+    assert steps[0].flops == steps[1].flops
 
 
 def test_products_of_groups_count_as_one_product():
