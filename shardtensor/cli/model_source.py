@@ -29,7 +29,7 @@ def resolved_of(path: Any, options: Any) -> Resolved:
     """Return the plan of a path or name, matched to the model that a command's options name.
 
     Args:
-        options: with `model`, `world`, `set`, `safetensors` and `module`.
+        options: with `model`, `world`, `set`, `safetensors` and `module`; `dtype`, if they have it.
 
     Raises:
         SpecError, PlanError: the plan, the configuration or the model cannot be read.
@@ -37,10 +37,8 @@ def resolved_of(path: Any, options: Any) -> Resolved:
     config, source = read_config(options.model)
     with family_first(options, config, source):
         plan = read_plan(path, config=config, world=options.world, params=dict(options.set), config_source=source)
-    return resolve(
-        plan,
-        model_of(plan, config=config, config_source=source, safetensors=options.safetensors, module=options.module),
-    )
+    model = model_of(plan, config=config, config_source=source, safetensors=options.safetensors, module=options.module)
+    return resolve(plan, model.cast(getattr(options, "dtype", None)))
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from shardtensor.plan.estimates.estimate import (
     TracedStep,
     collective_seconds,
     data_ranks,
+    model_flops_utilisation,
     step_seconds,
 )
 from shardtensor.plan.estimates.memory import RankBytes, plan_bytes, rank_bytes
@@ -39,26 +40,37 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         SpecError, PlanError, LayoutError: the plan has errors, or an option has.
     """
-    profile = read_profile(options.hardware)
+    read_profile(options.hardware)  # its errors come first
     resolved = resolved_of(options.plan, options)
-    plan, model = resolved.plan, resolved.model
     if resolved.errors:
         raise PlanError(text_report(folded(resolved.errors)))
-    batch = Batch(options.batch * data_ranks(resolved), _seq(options, plan.config), options.dtype or model.dtype)
+    return costs(resolved, options)
+
+
+def costs(resolved: Resolved, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the costs of a plan that is matched to a model, without errors.
+
+    Raises:
+        PlanError, LayoutError: an option has an error.
+    """
+    profile = read_profile(options.hardware)
+    plan, model = resolved.plan, resolved.model
+    batch = Batch(options.batch * data_ranks(resolved), _seq(options, plan.config), model.dtype)
     step, why_not = None, ""
     try:
         step = tracer_of(options, plan.config)(plan, options.batch, batch.seq)
     except NotTraced as error:
         why_not = str(error)
     kept = step.activation_bytes if step is not None else 0
-    found = plan_bytes(resolved, optimizer=options.optimizer, zero=options.zero)
+    held = {"optimizer": options.optimizer, "zero": options.zero, "master_weights": options.master_weights}
+    found = plan_bytes(resolved, **held)
     memory = {
         "most": _held(found.most, found.most_rank, kept),
         "least": _held(found.least, found.least_rank, kept),
     }
     room = options.memory or profile.memory_bytes
     if options.rank is not None:
-        own = rank_bytes(resolved, options.rank, optimizer=options.optimizer, zero=options.zero)
+        own = rank_bytes(resolved, options.rank, **held)
         memory["rank"] = _held(own, options.rank, kept)
     report = {
         **_head(options, resolved, batch),
@@ -71,7 +83,14 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
     if step is None:
         return {**report, "not_counted": why_not}
     spent = step_seconds(resolved, step, profile, batch.dtype, found.most)
-    return {**report, "collectives": _rows(resolved, step, profile), "flops": step.flops, "step": _step(spent, batch)}
+    return {
+        **report,
+        "collectives": _rows(resolved, step, profile),
+        "activations": [{"where": where, "bytes": size} for where, size in step.kept],
+        "flops": step.flops,
+        "recomputed_flops": step.recomputed_flops,
+        "step": _step(spent, batch) | {"mfu": model_flops_utilisation(step, spent, profile, batch.dtype)},
+    }
 
 
 def _rows(resolved: Resolved, step: TracedStep, profile: Profile) -> list[dict[str, Any]]:
@@ -97,11 +116,13 @@ def search_report(options: argparse.Namespace) -> dict[str, Any]:
     with family_first(options, config, source):
         head = readable_plan(options.plan, config=config, world=options.world, params=params)
     model = model_of(head, config=config, config_source=source, safetensors=options.safetensors, module=options.module)
-    batch = Batch(options.batch * options.world, _seq(options, config), options.dtype or model.dtype)
+    model = model.cast(options.dtype)
+    batch = Batch(options.batch * options.world, _seq(options, config), model.dtype)
     why_not = ""
     arguments: dict[str, Any] = {
         "config": config, "world": options.world, "params": params, "batch": batch, "profile": profile,
         "memory_bytes": options.memory or profile.memory_bytes, "optimizer": options.optimizer,
+        "master_weights": options.master_weights,
     }  # fmt: skip
     try:
         choices = search(options.plan, model, **arguments, trace=tracer_of(options, config))
@@ -142,21 +163,26 @@ def _step(step: StepSeconds, batch: Batch) -> dict[str, float]:
 
 
 def _head(options: argparse.Namespace, counted: Resolved | Model, batch: Batch) -> dict[str, Any]:
-    tensors = [p.tensor for p in own_tensors(counted)] if isinstance(counted, Resolved) else counted.tensors
+    model = counted.model if isinstance(counted, Resolved) else counted
+    tensors = [p.tensor for p in own_tensors(counted)] if isinstance(counted, Resolved) else model.tensors
     return {
-        "plan": str(options.plan), "model": counted.model.source if isinstance(counted, Resolved) else counted.source,
+        "plan": str(options.plan), "model": model.source, "architecture": model.class_name,
         "parameters": sum(tensor.numel for tensor in tensors if not tensor.is_buffer), "world": options.world,
         "batch": batch.samples, "seq": batch.seq, "dtype": batch.dtype, "optimizer": options.optimizer,
+        "master_weights": options.master_weights, "checkpoint_activations": options.checkpoint_activations,
         "hardware": options.hardware,
     }  # fmt: skip
 
 
-_BYTES = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations", "total")
+_ROWS = 12
+"""The number of modules whose activations are printed."""
+
+_BYTES = ("parameters", "gradients", "optimizer", "master_weights", "buffers", "gathered", "activations", "total")
 
 
-def show_plan(report: dict[str, Any]) -> None:
+def show_plan(report: dict[str, Any], console: Console | None = None) -> None:
     """Print a plan's report."""
-    console = _console()
+    console = console or _console()
     _print_head(console, report)
     memory = report["memory"]
     columns = {"every rank": memory["most"]}
@@ -167,7 +193,7 @@ def show_plan(report: dict[str, Any]) -> None:
     table = _table("bytes of a rank", "of", *columns)
     for name in _BYTES:
         if any(held[name] for held in columns.values()):
-            table.add_row(name, *(bytes_text(held[name], 2) for held in columns.values()))
+            table.add_row(name.replace("_", " "), *(bytes_text(held[name], 2) for held in columns.values()))
     console.print(table)
     needed, room = bytes_text(memory["most"]["total"], 2), bytes_text(report["memory_bytes"], 2)
     if report["fits"]:
@@ -189,14 +215,40 @@ def show_plan(report: dict[str, Any]) -> None:
         where = row["where"] or "the model"
         table.add_row(row["phase"], row["kind"], over, f"{row['calls']:,}", received, *times, where)
     console.print(table)
+    activations = report["activations"]
+    if activations:
+        table = _table("saved activations", "where", "bytes")
+        rest = {
+            "where": f"{len(activations) - _ROWS} others",
+            "bytes": sum(each["bytes"] for each in activations[_ROWS:]),
+        }
+        for row in [*activations[:_ROWS], *([rest] if rest["bytes"] else [])]:
+            table.add_row(row["where"] or "the model", bytes_text(row["bytes"], 2))
+        console.print("", table)
     step = report["step"]
+    again = report["recomputed_flops"]
     console.print(
-        f"a step  {seconds_text(step['seconds'])} estimated: {report['flops']:.3g} FLOPs "
-        f"{seconds_text(step['compute_s'])}, beside them {seconds_text(step['beside_s'])} of collectives along data "
+        f"\na step  {seconds_text(step['seconds'])} estimated: {report['flops']:.3g} FLOPs "
+        + (f"({again:.3g} of them to recompute checkpointed modules) " if again else "")
+        + f"{seconds_text(step['compute_s'])}, beside them {seconds_text(step['beside_s'])} of collectives along data "
         f"axes; in modules {seconds_text(step['inside_s'])}; optimizer {seconds_text(step['optimizer_s'])}",
         highlight=False,
     )
-    console.print(f"        {step['tokens_per_s']:,.0f} tokens a second", highlight=False)
+    console.print(
+        f"        {step['tokens_per_s']:,.0f} tokens a second, MFU {100 * step['mfu']:.1f} % of the peak of "
+        f"{report['hardware']}",
+        highlight=False,
+    )
+
+
+def figures(report: dict[str, Any]) -> dict[str, str]:
+    """Return what plans are compared by, as text; the step's figures only if it was counted."""
+    found = {"model": report["architecture"], "bytes of a rank": bytes_text(report["memory"]["most"]["total"], 2)}
+    if "step" in report:
+        step, received = report["step"], sum(row["calls"] * row["received_bytes"] for row in report["collectives"])
+        found |= {"estimated step": seconds_text(step["seconds"]), "tokens a second": f"{step['tokens_per_s']:,.0f}"}
+        found |= {"MFU": f"{100 * step['mfu']:.1f} %", "received in a step": bytes_text(received, 2)}
+    return found
 
 
 def show_search(report: dict[str, Any]) -> None:
@@ -253,12 +305,13 @@ def _console() -> Console:
 
 
 def _print_head(console: Console, report: dict[str, Any]) -> None:
-    of = "  ".join(filter(None, (report["plan"], report["model"])))
+    of = "  ".join(filter(None, dict.fromkeys((report["plan"], report["architecture"], report["model"]))))
     parts = report.get("data_ranks", 1)
+    dtype = report["dtype"] + ", float32 master weights" * report["master_weights"]
     share = f" ({report['batch'] // parts} on each of {parts} data ranks)" if parts > 1 else ""
     console.print(
         f"{of}  {report['parameters']:,} parameters on {report['world']} ranks {report.get('mesh', '')}  "
-        f"{report['batch']} x {report['seq']} tokens a step{share}, {report['dtype']}, {report['optimizer']}, "
+        f"{report['batch']} x {report['seq']} tokens a step{share}, {dtype}, {report['optimizer']}, "
         f"{report['hardware']}\n",
         highlight=False,
         markup=False,
@@ -312,7 +365,9 @@ def tracer_of(options: argparse.Namespace, config: Mapping[str, Any]) -> Tracer:
                 raise _not_run(error, seq) from error
 
         try:
-            return trace_step(module, plan, run, rank=plan.axes.mesh.ranks[0])
+            return trace_step(
+                module, plan, run, rank=plan.axes.mesh.ranks[0], checkpointed=options.checkpoint_activations
+            )
         except NotTraced:
             raise
         except Exception as error:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
-from shardtensor.cli.picture import Picture, picture_of
 from shardtensor.layout.explain import bytes_text
+from shardtensor.layout.picture import Picture, picture_of
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.brief import brief_names
 from shardtensor.plan.match.patterns import is_below, matches
@@ -81,12 +82,14 @@ class Scene:
     Attributes:
         title: the name of the plan.
         subject: its model.
+        costs: its costs, as `shardtensor plan` prints them; None if they are not shown.
     """
 
     title: str
     subject: str
     resolved: Resolved
     shown: tuple[Shown, ...]
+    costs: dict[str, Any] | None = None
 
     @property
     def axes(self) -> Axes:

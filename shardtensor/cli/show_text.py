@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
+from html import escape
 from io import StringIO
 
 from rich.console import Console, Group, RenderableType
@@ -12,22 +12,20 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardtensor.cli.picture import PARTS, Picture
 from shardtensor.cli.scene import Scene, Shown, mesh_rows
 from shardtensor.layout.box import Box
 from shardtensor.layout.explain import bytes_text
+from shardtensor.layout.html import html_table
+from shardtensor.layout.picture import EVERYBODY, WIDTH, Picture, character, colour, map_cells
 from shardtensor.spec.nodes import Spec
 
-WIDTH, HEIGHT = 16, 4
-_COLOURS = "cornflower_blue sandy_brown aquamarine3 pink3 khaki3 light_salmon3 sky_blue1 medium_purple2".split()
-_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _BAR = 24
 _OTHERS = 3
 
 
 def rank_style(rank: int) -> str:
     """Return the colours of a rank."""
-    return f"black on {_COLOURS[rank % len(_COLOURS)]}"
+    return f"black on color({colour(rank)})"
 
 
 def draw_boxes(
@@ -39,16 +37,11 @@ def draw_boxes(
     missing: str = "?",
     lines: int = 0,
 ) -> Text:
-    """Draw a tensor as a grid of cells, row by row, its first dims down and the others to the right.
-
-    A cell shows the rank that holds it, or is grey if all do; a rank without elements does not appear. If no dim that
-    goes down is sharded, one line is drawn for all.
+    """Draw a tensor as a map: see `map_cells`. A cell shows the rank that holds it, or is grey if all do.
 
     Args:
-        split: the number of dims that go down; none for a vector.
         whole: the text of a cell that all ranks hold.
         missing: the text of a cell that no rank holds.
-        lines: the height of the map; by default 4, or up to 8 for more ranks.
 
     Example:
         >>> boxes = [[Box((0, 0), (2, 4))], [Box((2, 0), (2, 4))]]
@@ -58,42 +51,21 @@ def draw_boxes(
         1111
         1111
     """
-    split = split if len(shape) > 1 else 0
-    rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
-    height, width = min(rows, lines or max(HEIGHT, min(len(boxes_by_rank), 2 * HEIGHT))), min(columns, WIDTH)
-    if len({box.offsets[:split] for boxes in boxes_by_rank for box in boxes if box.numel}) <= 1:
-        height = 1
+    return _drawn(map_cells(shape, boxes_by_rank, split=split, lines=lines), whole, missing)
+
+
+def _drawn(rows: Sequence[Sequence[int | None]], whole: str = "·", missing: str = " ") -> Text:
     text = Text()
-    for line in range(height):
-        if line:
-            text.append("\n")
-        for cell in range(width):
-            at = (*_index(line * rows // height, shape[:split]), *_index(cell * columns // width, shape[split:]))
-            holders = [rank for rank, boxes in enumerate(boxes_by_rank) if any(_holds(box, at) for box in boxes)]
-            if len(holders) == len(boxes_by_rank):
-                text.append(whole, style="black on grey70")
-            elif holders:
-                text.append(_character(holders[0]), style=rank_style(holders[0]))
-            else:
+    for line, row in enumerate(rows):
+        text.append("\n" * (line > 0))
+        for number in row:
+            if number is None:
                 text.append(missing)
+            elif number == EVERYBODY:
+                text.append(whole, style="black on grey70")
+            else:
+                text.append(character(number), style=rank_style(number))
     return text
-
-
-def _index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index of the element at a place of a row-major tensor."""
-    found = []
-    for size in reversed(shape):
-        place, i = divmod(place, size)
-        found.append(i)
-    return tuple(reversed(found))
-
-
-def _holds(box: Box, at: tuple[int, ...]) -> bool:
-    return all(offset <= i < offset + size for offset, size, i in zip(box.offsets, box.sizes, at, strict=True))
-
-
-def _character(i: int) -> str:
-    return _CHARACTERS[i % len(_CHARACTERS)]
 
 
 def print_scene(scene: Scene, out: Console | None = None) -> None:
@@ -107,6 +79,11 @@ def print_scene(scene: Scene, out: Console | None = None) -> None:
     out.print(Text.assemble((scene.title, "bold"), "   ", scene.subject), soft_wrap=True)
     out.print(scene.mesh_text, soft_wrap=True)
     out.print()
+    if scene.costs is not None:
+        from shardtensor.cli.plan_report import show_plan
+
+        show_plan(scene.costs, out)
+        out.print()
     out.print(_mesh_map(scene))
     most = max((each.rank_bytes(each.count) for each in scene.shown), default=0)
     printed: set[str] = set()
@@ -118,7 +95,8 @@ def print_scene(scene: Scene, out: Console | None = None) -> None:
         grid.add_column()
         is_new = bool(shown.picture.axes) and legend.plain not in printed
         about = _about(shown, most, legend if is_new else None)
-        grid.add_row(_map(shown), Group(*about))
+        drawn = _drawn(shown.picture.cells()) if all(shown.tensor.shape) else Text("no elements", style="dim")
+        grid.add_row(drawn, Group(*about))
         out.print(grid)
         printed.add(legend.plain)
         more = [f"{_where(other)} alike: {', '.join(other.folded)}" for other in others[:_OTHERS]]
@@ -127,13 +105,49 @@ def print_scene(scene: Scene, out: Console | None = None) -> None:
             out.print(Text(" " * (WIDTH + 2) + line, style="dim"))
 
 
-def page(scene: Scene) -> str:
-    """Return a scene as one self-contained HTML page."""
-    out = Console(
-        file=StringIO(), record=True, force_terminal=True, color_system="truecolor", width=140, highlight=False
-    )
-    print_scene(scene, out)
-    return out.export_html(inline_styles=True)
+_PAGE = """<!DOCTYPE html>
+<html>
+<head>
+<meta charset="UTF-8">
+<title>{title}</title>
+<style>
+div {{ display: flex; gap: 3em; }}
+th, td {{ text-align: left; padding-right: 2em; }}
+pre {{ font-family: Menlo, 'DejaVu Sans Mono', consolas, monospace; }}
+</style>
+</head>
+<body>
+{comparison}
+<div>
+{columns}
+</div>
+</body>
+</html>
+"""
+
+
+def page(*scenes: Scene) -> str:
+    """Return scenes as one self-contained HTML page: the figures of their costs in a table, below it side by side."""
+    columns = []
+    for scene in scenes:
+        out = Console(
+            file=StringIO(), record=True, force_terminal=True, color_system="truecolor", width=140, highlight=False
+        )
+        print_scene(scene, out)
+        columns.append(out.export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
+    title = ", ".join(scene.title for scene in scenes)
+    return _PAGE.format(title=escape(title), comparison=_comparison(scenes), columns="\n".join(columns))
+
+
+def _comparison(scenes: Sequence[Scene]) -> str:
+    if all(scene.costs is None for scene in scenes):
+        return ""
+    from shardtensor.cli.plan_report import figures
+
+    found = [{} if scene.costs is None else figures(scene.costs) for scene in scenes]
+    names = dict.fromkeys(name for each in found for name in each)
+    rows = ((name, *(each.get(name) or "-" for each in found)) for name in names)
+    return html_table("", ("", *(scene.title for scene in scenes)), rows)
 
 
 def _alike(shown: Sequence[Shown]) -> list[list[Shown]]:
@@ -163,25 +177,6 @@ def _mesh_map(scene: Scene) -> RenderableType:
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 
-def _map(shown: Shown) -> Text:
-    """Return the map of a layout, each part in the colour and with the character of its number."""
-    picture, shape = shown.picture, shown.tensor.shape
-    if not all(shape):
-        return Text("no elements", style="dim")
-    held = {picture.number(i): [box for box in part.boxes if box.numel] for i, part in enumerate(picture.parts)}
-    boxes = [held.get(i, []) for i in range(max(held) + 1)] if len(held) > 1 else [*held.values()]
-    split = max((_last_cut(box.sizes, shape) for each in boxes for box in each), default=0) or 1
-    down = {(box.offsets[:split], box.sizes[:split]) for each in boxes for box in each}
-    rows = sum(math.prod(sizes[: _last_cut(sizes, shape)]) for _, sizes in down)  # one below the other
-    lines = min(PARTS, max(HEIGHT, rows))
-    return draw_boxes(shape, boxes, split=split, whole="·", missing=" ", lines=lines)
-
-
-def _last_cut(sizes: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the last dim along which a box is smaller than the tensor; 0 if there is none."""
-    return max((dim for dim, size in enumerate(sizes) if size != shape[dim]), default=0)
-
-
 def _about(shown: Shown, most: int, legend: Text | None) -> Iterator[RenderableType]:
     head = Text.assemble((str(shown.spec), "bold"))
     if shown.stored:
@@ -205,19 +200,9 @@ def _about(shown: Shown, most: int, legend: Text | None) -> Iterator[RenderableT
 
 
 def _legend(picture: Picture) -> Text:
-    """Return the meaning of the characters of a map: the first few, and the last."""
-    text = Text()
-    parts = picture.parts
-    shown = range(len(parts)) if len(parts) <= 4 else (0, 1, len(parts) - 1)
-    for i in shown:
-        if text:
-            text.append("  … " if i - 1 not in shown else "  ")
-        part, number = parts[i], picture.number(i)
-        ranks, count = picture.ranks(part, 2)
-        text.append(_character(number), style=rank_style(number))
-        names = "" if picture.names == ("place",) else f" {picture.place_text(part)},"
-        more = ", …" if count > len(ranks) else ""
-        text.append(f"{names} rank{'s' * (count > 1)} {', '.join(map(str, ranks))}{more}")
-        if not part.most:
-            text.append(" (nothing)")
+    text, few = Text(), len(picture.parts) <= 4
+    for i, (number, meaning) in enumerate(picture.legend()):
+        text.append("  " * (i > 0) + "… " * (i == 2 and not few))
+        text.append(character(number), style=rank_style(number))
+        text.append(meaning)
     return text

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from shardtensor.layout.html import html_table
 from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.finding import Finding
@@ -71,3 +72,9 @@ class Plan:
         """
         axes = read_axes(mesh, data)
         return cls(axes, **statements(rules), config=config or {}, world=axes.mesh.size)
+
+    def _repr_html_(self) -> str:
+        """Return its rules as a table, for notebooks."""
+        rows: list[tuple[Any, ...]] = [(line.pattern, line.kind, line.value) for line in self.lines]
+        rows += [(store.pattern, "store", store.flat or "replicate") for store in self.stores]
+        return html_table(f"{len(self.lines)} rules for {self.axes.mesh}", ("name", "kind", "value"), rows)

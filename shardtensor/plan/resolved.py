@@ -7,8 +7,10 @@ from typing import Any
 
 import attrs
 
+from shardtensor.layout.html import html_table
 from shardtensor.layout.layout import Layout
 from shardtensor.mesh import ranks_text
+from shardtensor.plan.findings.brief import brief_names
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Hook, Line
@@ -76,6 +78,17 @@ class Resolved:
     @property
     def errors(self) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.severity == "error")
+
+    def _repr_html_(self) -> str:
+        """Return the layouts of its tensors as a table, for notebooks; equal ones of several layers in one row."""
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for name, placed in self.tensors.items():
+            shape = " x ".join(map(str, placed.tensor.shape)) or "scalar"
+            text = f"{placed.spec} {placed.stored or ''}".strip()
+            alike.setdefault((shape, placed.tensor.dtype, text), []).append(name)
+        rows = [(", ".join(brief_names(names)), *facts) for facts, names in alike.items()]
+        title = f"{len(self.tensors)} tensors on {self.plan.axes.mesh}, {len(self.errors)} errors"
+        return html_table(title, ("tensors", "shape", "dtype", "layout"), rows)
 
 
 def canonical_lines(resolved: Resolved) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ that bypass the handlers. The wrapper refers to the leaf, and the leaf never to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from html import escape
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from shardtensor.comm.redistribute import as_nothing, common_group, part, redist
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, RuleError, ShardCountError
 from shardtensor.layout.layout import Layout, ListedLayout, replicated, same_boxes
+from shardtensor.layout.picture import html_map, picture_of
 from shardtensor.spec.devices import ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.spec.parse import as_spec
@@ -251,6 +253,10 @@ class ShardedTensor(MetadataMethods, torch.Tensor):  # type: ignore[override, mi
             f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, spec={self.sharding_spec()}, "
             f"rank {self._group.rank} holds {here} as {tuple(self._local.shape)} on {self.device}{grad})"
         )
+
+    def _repr_html_(self) -> str:
+        """Return its text and a map of its shards, for notebooks. This rank alone may call it."""
+        return f"<p>{escape(repr(self))}</p>{html_map(picture_of(self._layout))}"
 
     @property
     def _process_group(self) -> Any:

@@ -6,6 +6,7 @@ gradient is not the dense one stays whole.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -160,7 +161,7 @@ class _Verifier:
     def of(cls, model: nn.Module, write: Callable[..., str], world: int | None) -> _Verifier:
         """Make the small model; raise what its code raises if it does not run."""
         fault: Exception | None = None
-        build = partial(_built, type(model), type(model.config))
+        build = partial(_built, type(model), model.config)
         for small, _ in small_configs(config_of(model), 16):
             try:
                 for config, _ in few_layers_of(build(small), small):
@@ -200,16 +201,26 @@ class _Verifier:
         return (2, more) if is_shared and 2 < more <= 16 else (2,)
 
 
-def _built(kind: Any, of_config: Any, keys: Mapping[str, Any], device: str = "meta") -> nn.Module:
-    """Return the model of a class with a configuration of these keys."""
-    config = of_config.from_dict(dict(keys))
-    for part in (config, *(each for each in vars(config).values() if hasattr(each, "to_dict"))):
-        part._experts_implementation = "eager"  # the others do not compute in float64
+def _built(kind: Any, given: Any, keys: Mapping[str, Any], device: str = "meta") -> nn.Module:
+    """Return the model of a class with the given configuration, changed to these keys."""
+    config = _with_keys(copy.deepcopy(given), keys)
     with torch.device(device):
         model = kind._from_config(config, attn_implementation="eager")
     if device != "meta" and (size := sum(parameter.numel() for parameter in model.parameters())) > MOST:
         raise ValueError(f"it has {size:,} parameters")
     return model
+
+
+def _with_keys(config: Any, keys: Mapping[str, Any]) -> Any:
+    """Write keys in a configuration and in the configurations of its parts; return it."""
+    config._experts_implementation = "eager"  # the others do not compute in float64
+    for key, value in keys.items():
+        own = getattr(config, key, None)
+        if hasattr(own, "to_dict"):
+            _with_keys(own, value)
+        elif own != value and not isinstance(own, torch.dtype):
+            setattr(config, key, value)
+    return config
 
 
 def _right_words(words: Words, verifier: _Verifier) -> tuple[Words, dict[str, str]]:

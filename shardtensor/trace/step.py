@@ -14,20 +14,22 @@ from typing import Any
 
 import attrs
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardtensor.errors import NotTraced
 from shardtensor.mesh import Ranks, axes_along
 from shardtensor.plan.estimates.estimate import Collective, TracedStep
-from shardtensor.plan.match.patterns import starred, unwrapped
+from shardtensor.plan.match.patterns import matches, starred, unwrapped
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding.shard_module import shard_module
 from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.traffic import counting_world
 from shardtensor.tensor.sharded_tensor import local_of
 from shardtensor.tensor.trees import tensors_in
+from shardtensor.trace.kernels import FusedKernels
 
 Step = Callable[[nn.Module], torch.Tensor]
 
@@ -35,7 +37,9 @@ _AGREEMENTS = ("exchange", "exchange_objects", "barrier")
 """Calls in which ranks compare a few bytes; the first step makes some that later ones do not."""
 
 
-def trace_step(module: nn.Module, plan: Plan, step: Step, *, rank: int = 0) -> TracedStep:
+def trace_step(
+    module: nn.Module, plan: Plan, step: Step, *, rank: int = 0, checkpointed: str | None = None
+) -> TracedStep:
     """Run one training step of a module as one rank of a plan; count its collectives, FLOPs and kept bytes.
 
     Of layers of one kind only a few run; the difference that one more makes is multiplied by the number of the others.
@@ -45,8 +49,10 @@ def trace_step(module: nn.Module, plan: Plan, step: Step, *, rank: int = 0) -> T
         module: dense; it does not change. Its tensors may be on any device: copies on the meta device run.
         step: returns the loss of a module; it makes inputs on the meta device.
         rank: of the plan's mesh.
+        checkpointed: a pattern of the modules that run under `torch.utils.checkpoint`; "" for each layer of a list.
 
     Raises:
+        NotTraced: no module matches `checkpointed`.
         PlanError, LayoutError: as in `shard_module`. Errors of the module's own code on meta tensors pass through: code
             that reads values, such as ``x.item()``, cannot be traced.
 
@@ -61,16 +67,38 @@ def trace_step(module: nn.Module, plan: Plan, step: Step, *, rank: int = 0) -> T
         ...     print(each.phase, each.kind, each.axes, each.received_bytes, each.where)
         forward all_reduce ('tp',) 3072 down
     """
-    base, others = few_layers(module)
+    with _marked(module, checkpointed):
+        base, others = few_layers(module)
     few = _run(base, plan, step, rank)
-    calls, flops, kept = few.calls, few.flops, float(few.kept)
+    calls, kept, flops, recomputed = few.calls.copy(), few.kept.copy(), few.flops, few.recomputed
     for more, times in others:
         found = _run(more, plan, step, rank)
         calls = _with_layers(calls, few.calls, found.calls, times)
         flops += times * (found.flops - few.flops)
-        kept += times * (found.kept - few.kept)
+        recomputed += times * (found.recomputed - few.recomputed)
+        for where, size in found.kept.items():
+            kept[where] += times * (size - few.kept[where])
     collectives = tuple(attrs.evolve(each, calls=count) for each, count in calls.items() if count > 0)
-    return TracedStep(collectives, flops, int(kept))
+    by_module = tuple((where, size) for where, size in kept.most_common() if size)
+    return TracedStep(collectives, flops, kept.total() + few.restored, recomputed, by_module)
+
+
+@contextmanager
+def _marked(module: nn.Module, checkpointed: str | None) -> Iterator[None]:
+    """Mark the modules that are checkpointed, so that their copies are, too."""
+    if checkpointed:
+        chosen = [each for name, each in module.named_modules() if name and matches(checkpointed, unwrapped(name))]
+    else:
+        chosen = [layer for _, layers in lists_of_layers(module) for layer in layers if checkpointed is not None]
+    if checkpointed is not None and not chosen:
+        raise NotTraced(f"no module matches `{checkpointed}`" if checkpointed else "it has no list of layers")
+    for each in chosen:
+        vars(each)[_CHECKPOINTED] = True
+    try:
+        yield
+    finally:
+        for each in chosen:
+            vars(each).pop(_CHECKPOINTED, None)
 
 
 def _with_layers(
@@ -101,24 +129,30 @@ def _unsized(collective: Collective) -> Collective:
     return attrs.evolve(collective, sent_bytes=0, received_bytes=0)
 
 
+def _addmm_flops(total: Sequence[int], a: Sequence[int], b: Sequence[int], **rest: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
 class _Counted:
     """The counts of one rank's run.
 
     Attributes:
         calls: how often each collective is called, in the order of their first calls.
-        kept: bytes that autograd saves.
+        kept: bytes that autograd saves, by the path of the module that runs.
+        restored: the most bytes that backward saves to recompute one checkpointed module.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.calls: Counter[Collective] = Counter()
-        self.flops = 0.0
-        self.kept = 0
+        self.flops = self.recomputed = 0.0
+        self.kept: Counter[str] = Counter()
+        self.restored = 0
+        self.flop_counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops})
         self.phase: Any = ""
         self.inside: list[tuple[str, nn.Module | None]] = [("", None)]
         self._plan = plan
         self._axes: dict[Ranks, tuple[str, ...]] = {}
-        self._storages: list[Any] = []
-        self._seen: set[int] = set()
+        self._storages: dict[int, Any] = {}
 
     def count(self, kind: str, ranks: Ranks, sent: int, received: int) -> None:
         if not self.phase or kind in _AGREEMENTS:
@@ -131,7 +165,7 @@ class _Counted:
         self.calls[Collective(self.phase, kind, axes, len(ranks), sent, received, where)] += 1
 
     def _where(self) -> str:
-        if self.phase == "forward":
+        if self.phase == "forward" or len(self.inside) > 1:  # it is recomputed
             return self.inside[-1][0]
         node = torch._C._current_autograd_node()
         if node is None:
@@ -142,22 +176,26 @@ class _Counted:
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count what autograd saves, once for each storage; those of parameters, gathered ones too, are left out."""
-        if self.phase == "forward" and type(tensor) is torch.Tensor:
-            self._leave_out(self.inside[-1][1])
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._seen:
-                self._seen.add(storage._cdata)
-                self._storages.append(storage)  # so that no other storage gets its address
-                self.kept += storage.nbytes()
+        if self.phase == "forward":
+            self.kept[starred(self.inside[-1][0])] += self._saved(tensor)
         return tensor
+
+    def _saved(self, tensor: torch.Tensor) -> int:
+        self._leave_out(self.inside[-1][1])
+        return self._new(tensor) if type(tensor) is torch.Tensor else 0
 
     def _leave_out(self, owner: nn.Module | None) -> None:
         for tensor in (*owner._parameters.values(), *owner._buffers.values()) if owner is not None else ():
             if tensor is not None:
-                storage = local_of(tensor).untyped_storage()
-                if storage._cdata not in self._seen:
-                    self._seen.add(storage._cdata)
-                    self._storages.append(storage)
+                self._new(local_of(tensor))
+
+    def _new(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of a tensor's storage the first time; it stays, so that no other one gets its address."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._storages:
+            return 0
+        self._storages[storage._cdata] = storage
+        return storage.nbytes()
 
     def own(self, module: nn.Module) -> None:
         """Leave out the storages of a sharded module, and record the names of its parameters."""
@@ -166,6 +204,39 @@ class _Counted:
         for name, param in module.named_parameters():
             vars(local_of(param))[_WHERE] = unwrapped(name)
 
+    def checkpoint(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a module under `torch.utils.checkpoint`; count what backward computes and saves once more."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.phase == "backward" and len(self.inside) == 1:
+                with self._recomputing():
+                    return module(*args, **kwargs)
+            return module(*args, **kwargs)
+
+        kwargs |= dict.fromkeys(kwargs.keys() & {"past_key_values", "past_key_value"})  # as transformers does
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)  # those of the checkpoint
+        flops, before, saved = self.flop_counter.get_total_flops(), dict(self._storages), 0
+
+        def save(tensor: torch.Tensor) -> Any:
+            nonlocal saved
+            saved += self._saved(tensor)
+            return pack(tensor)
+
+        try:
+            with FusedKernels(), torch.autograd.graph.saved_tensors_hooks(save, unpack):
+                yield
+        finally:  # backward stops it at the last value that it needs
+            del self.inside[1:]
+            self.recomputed += self.flop_counter.get_total_flops() - flops
+            self.restored, self._storages = max(self.restored, saved), before
+
+
+_CHECKPOINTED = "_traced_checkpoint"
+"""The attribute of a module that is to be checkpointed."""
 
 _WHERE = "_traced_in"
 """The key under which an autograd node stores the path of its module, and a parameter its own name."""
@@ -174,17 +245,22 @@ _WHERE = "_traced_in"
 def _run(module: nn.Module, plan: Plan, step: Step, rank: int) -> _Counted:
     counted = _Counted(plan)
     mesh = plan.axes.mesh
+    checkpointed = [name for name, each in module.named_modules() if vars(each).pop(_CHECKPOINTED, False)]
     with counting_world(CountingGroup(rank, mesh.ranks, counted.count, "meta")):
         shard_module(module, plan)
+        for path in reversed(checkpointed):  # modules in others first
+            above, _, name = path.rpartition(".")
+            wrapper = checkpoint_wrapper(module.get_submodule(path), checkpoint_fn=counted.checkpoint)
+            module.get_submodule(above).register_module(name, wrapper)
         counted.own(module)
-        with _paths(module, counted), FlopCounterMode(display=False) as flops:
-            with FusedAttention(), torch.autograd.graph.saved_tensors_hooks(counted.keep, lambda tensor: tensor):
+        with _paths(module, counted), counted.flop_counter:
+            with FusedKernels(), torch.autograd.graph.saved_tensors_hooks(counted.keep, lambda tensor: tensor):
                 counted.phase = "forward"
                 loss = step(module)
             counted.phase = "backward"
             loss.backward()
         counted.phase = ""
-    counted.flops = float(flops.get_total_flops())
+    counted.flops = float(counted.flop_counter.get_total_flops())
     return counted
 
 
@@ -269,7 +345,8 @@ def lists_of_layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
 
 def kind_of_layer(layer: nn.Module) -> Hashable:
     """Return a key that layers of one kind share: their classes, and their tensors' names, shapes and dtypes."""
-    classes = tuple((name, type(part).__qualname__) for name, part in layer.named_modules())
+    parts = layer.named_modules()
+    classes = tuple((name, type(part).__qualname__, _CHECKPOINTED in vars(part)) for name, part in parts)
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     return classes, tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
 
@@ -300,54 +377,3 @@ def _on_meta(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
                 on_meta = torch.empty_like(tensor, device="meta")
                 is_parameter = isinstance(tensor, nn.Parameter)
                 yield tensor, nn.Parameter(on_meta, tensor.requires_grad) if is_parameter else on_meta
-
-
-class FusedAttention(TorchFunctionMode):
-    """A mode in which `scaled_dot_product_attention` of meta tensors calls the operation of a fused kernel.
-
-    Otherwise torch uses no fused kernel for meta tensors: it multiplies all pairs of tokens, and autograd saves these.
-
-    Example:
-        >>> q = torch.empty(1, 2, 1024, 8, device="meta", requires_grad=True)
-        >>> kept = []
-        >>> hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()), lambda _: q)
-        >>> with FusedAttention(), hooks:
-        ...     y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-        >>> y.shape, max(kept) == q.numel()
-        (torch.Size([1, 2, 1024, 8]), True)
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and type(args[0]) is torch.Tensor and _is_of_kernels(*args[:3]):
-            return _fused(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _is_of_kernels(query: torch.Tensor, *others: torch.Tensor) -> bool:
-    return query.is_meta and query.dim() == 4 and all(each.dim() == 4 for each in others)
-
-
-def _fused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if enable_gqa:
-        times = query.shape[1] // key.shape[1]
-        key, value = (each.repeat_interleave(times, 1) for each in (key, value))
-    if attn_mask is None:
-        aten = torch.ops.aten._scaled_dot_product_flash_attention
-        return aten(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if attn_mask.dtype == torch.bool:
-        attn_mask = attn_mask.to(query.dtype)  # the kernel takes a bias instead
-    bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]

@@ -74,7 +74,7 @@ def test_the_report_adds_up(capsys, config):
     assert "not_counted" not in told, told["not_counted"]
     memory, step = told["memory"], told["step"]
     for held in memory.values():
-        parts = ("parameters", "gradients", "optimizer", "buffers", "gathered", "activations")
+        parts = ("parameters", "gradients", "optimizer", "master_weights", "buffers", "gathered", "activations")
         assert held["total"] == sum(held[name] for name in parts)
     assert memory["least"]["total"] <= memory["rank"]["total"] <= memory["most"]["total"]
     assert memory["rank"]["rank"] == 5
@@ -86,6 +86,9 @@ def test_the_report_adds_up(capsys, config):
     spent = max(step["compute_s"], step["beside_s"]) + step["inside_s"] + step["optimizer_s"]
     assert step["seconds"] == pytest.approx(spent)
     assert step["tokens_per_s"] == pytest.approx(4 * 63 / spent)
+    peak = read_profile("h100").flops("bfloat16") / read_profile("h100").efficiency
+    assert step["mfu"] == pytest.approx(told["flops"] / (step["seconds"] * peak)) and told["recomputed_flops"] == 0
+    assert sum(row["bytes"] for row in told["activations"]) == memory["most"]["activations"]
     assert told["parameters"] == 2 * 96 * 1152 + 2 * (2 * 96 * 96 + 2 * 96 * 48 + 3 * 96 * 240 + 2 * 96) + 96
 
 
@@ -258,3 +261,66 @@ def test_all_meshes_of_a_search_do_the_same_work(capsys, config):
     found = json.loads(capsys.readouterr().out)
     steps = [row["step"] for row in found["choices"] if not row["fault"]]
     assert {round(step["tokens_per_s"] * step["seconds"]) for step in steps} == {2 * 12 * 66} and len(steps) > 1
+
+
+def test_master_weights_are_float32_copies_with_float32_state(capsys, config):
+    args = ("llama", "--model", config(SMALL | {"dtype": "bfloat16"}), "--world", "6", "--set", "tp=3", "--no-step")
+    short, master = (report(capsys, *args, *more)["memory"]["most"] for more in ((), ("--master-weights",)))
+    assert (short["master_weights"], short["optimizer"]) == (0, 2 * short["parameters"])
+    assert master["master_weights"] == 2 * short["parameters"] == master["optimizer"] // 2
+    assert master["total"] - short["total"] == 2 * short["parameters"] + short["optimizer"]
+    assert main(["plan", *args, "--master-weights"]) == 0
+    assert "float32 master weights" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", *args, "--master-weights", "--zero", "ranges"])
+
+
+@traced
+def test_checkpointed_activations_are_computed_once_more_and_not_saved(capsys, config):
+    args = ("llama", "--model", config(SMALL), "--world", "6", "--set", "tp=3")
+    full, layers, some = (
+        report(capsys, *args, *more)
+        for more in ((), ("--checkpoint-activations",), ("--checkpoint-activations", "model.layers.*.mlp"))
+    )
+    assert layers["checkpoint_activations"] == "" and some["checkpoint_activations"] == "model.layers.*.mlp"
+    for each in (layers, some):
+        assert each["memory"]["most"]["activations"] < full["memory"]["most"]["activations"]
+        assert 0 < each["recomputed_flops"] == each["flops"] - full["flops"]
+        assert each["step"]["mfu"] * each["step"]["seconds"] == pytest.approx(
+            full["step"]["mfu"] * full["step"]["seconds"]
+        )
+    assert layers["recomputed_flops"] > some["recomputed_flops"]
+    assert main(["plan", *args, "--checkpoint-activations"]) == 0
+    out = capsys.readouterr().out
+    assert "of them to recompute checkpointed modules" in out and "MFU" in out and "saved activations" in out
+    assert "no module matches `nothing`" in report(capsys, *args, "--checkpoint-activations", "nothing")["not_counted"]
+
+
+@traced
+def test_a_search_holds_master_weights_and_checkpointed_layers(capsys, config):
+    args = [
+        "plan",
+        "llama",
+        "--model",
+        config(SMALL | {"dtype": "bfloat16"}),
+        "--world",
+        "6",
+        "--search",
+        "--seq",
+        "66",
+    ]
+    found = []
+    for more in ([], ["--master-weights"], ["--checkpoint-activations"]):
+        assert main([*args, *more, "--format", "json"]) == 0
+        found.append(
+            {row["mesh"]: row["bytes"] for row in json.loads(capsys.readouterr().out)["choices"] if row["bytes"]}
+        )
+    for mesh, size in found[0].items():
+        assert found[2][mesh] < size < found[1][mesh]
+
+
+def test_a_chosen_dtype_is_that_of_all_bytes(capsys, config):
+    args = ("llama", "--model", config(SMALL | {"dtype": "float32"}), "--world", "6", "--set", "tp=3", "--no-step")
+    full, half = (report(capsys, *args, *more) for more in ((), ("--dtype", "bfloat16")))
+    assert (full["dtype"], half["dtype"]) == ("float32", "bfloat16")
+    assert half["memory"]["most"]["total"] * 2 == full["memory"]["most"]["total"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from shardtensor.cli.main import main
@@ -85,7 +87,7 @@ def test_a_plan_of_a_real_model(capsys):
 def test_the_page_of_a_large_model_is_small(capsys, tmp_path):
     out = tmp_path / "page.html"
     config = MODELS / "llama3.1-405b" / "config.json"
-    status, said = show(capsys, "llama_2d", "--model", config, "--world", "16384", "--html", out)
+    status, said = show(capsys, "llama_2d", "--model", config, "--world", "16384", "--html", out, "--no-step")
     assert status == 0
     assert said.out.startswith(f"{out}: ")
     assert out.stat().st_size < 300_000
@@ -109,11 +111,41 @@ def test_colours_only_where_there_are_some():
     assert "48;5;69m0" in coloured.getvalue()
 
 
-def test_torch_is_not_imported(tmp_path):
+@pytest.mark.parametrize("more", [(), ("--html", "page.html", "--no-step")])
+def test_torch_is_not_imported(tmp_path, more):
     config = MODELS / "llama3-8b" / "config.json"
-    words = ["show", "llama", "--model", str(config), "--world", "8", "--html", str(tmp_path / "page.html")]
+    words = ["show", "llama", "--model", str(config), "--world", "8", *more]
     program = (
         "import sys; from shardtensor.cli.main import main\n"
         f"assert main({words!r}) == 0 and 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=tmp_path)
+
+
+def test_a_page_counts_the_step_of_a_module(capsys, tmp_path, monkeypatch):
+    (tmp_path / "one_mlp.py").write_text(
+        "from collections import OrderedDict\nfrom torch import nn\n\n\ndef make():\n"
+        "    layers = {'fc1': nn.Linear(8, 16), 'act': nn.GELU(), 'fc2': nn.Linear(16, 8)}\n"
+        "    return nn.Sequential(OrderedDict(layers))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = tmp_path / "page.html"
+    args = ("mlp", "--module", "one_mlp:make", "--world", 4, "--seq", 32, "--html", out)
+    assert show(capsys, *args)[0] == 0
+    assert main(["plan", *map(str, args[:-2]), "--format", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    written = out.read_text()
+    (row,) = report["collectives"]
+    for words in ("Sequential", "collectives of a step", row["kind"], "saved activations", "a step", "MFU"):
+        assert words in written
+    assert show(capsys, *args, "--no-step")[0] == 0
+    assert "the step is not counted: leave out --no-step" in out.read_text()
+
+
+def test_two_plans_are_shown_in_one_page_or_below_each_other(capsys, tmp_path):
+    config, out = MODELS / "llama3-8b" / "config.json", tmp_path / "page.html"
+    args = ("llama", "fsdp", "--model", config, "--world", 8, "--no-step")
+    status, said = show(capsys, *args)
+    assert status == 0 and said.out.index("llama   ") < said.out.index("fsdp   ")
+    assert show(capsys, *args, "--html", out)[0] == 0
+    assert out.read_text().count("<pre>") == 2 and out.read_text().count("bytes of a rank") == 3

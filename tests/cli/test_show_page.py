@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import attrs
 import pytest
 
+from shardtensor.cli.plan_report import figures
 from shardtensor.cli.scene import scene_of_plan
 from shardtensor.cli.show_text import page
 from shardtensor.layout.bind import bind
@@ -140,3 +141,66 @@ def test_names_are_only_text(where):
 def test_chosen_tensors_are_shown_alone():
     scene = scene_of_plan(decoder(), "some.shard", pattern="**.q")
     assert [list(shown.folded) for shown in scene.shown] == [["model.layers.{0..2}.q.weight"]]
+
+
+COSTS = {
+    "plan": "some.shard", "model": "config.json", "architecture": "SomeModel", "parameters": 10, "world": 4,
+    "mesh": "(dp=2, tp=2)", "batch": 2, "seq": 8, "dtype": "bfloat16", "optimizer": "adamw", "master_weights": False,
+    "checkpoint_activations": None, "hardware": "h100", "data_ranks": 2, "memory_bytes": 1 << 30, "fits": True,
+    "memory": {"most": {"rank": 0, **dict.fromkeys((
+        "parameters", "gradients", "optimizer", "master_weights", "buffers", "gathered", "activations", "total"), 1)}},
+}  # fmt: skip
+
+
+def costs_of(**more):
+    memory = COSTS["memory"]
+    return COSTS | {"memory": memory | {"least": memory["most"]}} | more
+
+
+def text_of(written):
+    return "".join(text for _, text in Reader(written).texts)
+
+
+def test_a_page_has_the_costs_of_a_step_or_says_why_it_has_none():
+    row = {
+        "phase": "forward", "kind": "all_reduce", "over": "tp", "group_size": 2, "calls": 3, "sent_bytes": 8,
+        "received_bytes": 8, "seconds_each": 1e-3, "seconds": 3e-3, "where": "model.layers.*.o",
+    }  # fmt: skip
+    step = dict.fromkeys(("seconds", "compute_s", "optimizer_s", "inside_s", "beside_s", "tokens_per_s", "mfu"), 0.25)
+    traced = costs_of(
+        collectives=[row], activations=[{"where": "model.layers.*.mlp", "bytes": 3 << 20}], flops=1e12,
+        recomputed_flops=0.0, step=step,
+    )  # fmt: skip
+    scene = scene_of_plan(decoder(), "some.shard")
+    told = text_of(page(attrs.evolve(scene, costs=traced)))
+    for words in ("SomeModel", "model.layers.*.o", "model.layers.*.mlp", "3.00 MiB", "250 ms estimated", "MFU 25.0 %"):
+        assert words in told
+    why = text_of(page(attrs.evolve(scene, costs=costs_of(not_counted="install torch & wait"))))
+    assert "the step is not counted: install torch & wait" in why
+    assert "model.embed.weight" in told and "model.embed.weight" in why
+
+
+def test_plans_stand_side_by_side():
+    one, other = (attrs.evolve(scene_of_plan(decoder(), name), costs=None) for name in ("one.shard", "other.shard"))
+    written = page(one, other)
+    reader = Reader(written)
+    assert [tag for tag, _ in reader.elements].count("pre") == 2
+    assert re.search(r"div \{ display: flex", written)
+    assert "table" not in [tag for tag, _ in reader.elements]
+    told = text_of(written)
+    assert told.index("one.shard") < told.index("other.shard")
+    assert "".join(text for tag, text in reader.texts if tag == "title") == "one.shard, other.shard"
+
+
+def test_plans_are_compared_by_their_figures():
+    step = {"seconds": 0.25, "tokens_per_s": 4000.0, "mfu": 0.5}
+    counted = costs_of(step=step, collectives=[{"calls": 3, "received_bytes": 1 << 20}], activations=[])
+    scenes = [attrs.evolve(scene_of_plan(decoder(), name), costs=costs_of(not_counted="")) for name in ("a", "b")]
+    few = dict(zip(("model", "bytes of a rank"), ("SomeModel", "1 B"), strict=True))
+    assert figures(scenes[0].costs) == few
+    assert figures(counted) == few | {
+        "estimated step": "250 ms", "tokens a second": "4,000", "MFU": "50.0 %", "received in a step": "3.00 MiB"
+    }  # fmt: skip
+    reader = Reader(page(*scenes, scene_of_plan(decoder(), "c")))
+    cells = [text for tag, text in reader.texts if tag in ("th", "td")]
+    assert cells == ["a", "b", "c", "model", "SomeModel", "SomeModel", "-", "bytes of a rank", "1 B", "1 B", "-"]

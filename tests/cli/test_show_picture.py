@@ -7,11 +7,11 @@ from itertools import product
 
 import pytest
 
-from shardtensor.cli.picture import picture_of
 from shardtensor.cli.scene import Scene, mesh_rows
 from shardtensor.cli.show_text import draw_boxes
 from shardtensor.layout.bind import bind
 from shardtensor.layout.box import Box
+from shardtensor.layout.picture import picture_of
 from shardtensor.mesh import read_mesh
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.models.model import Model

@@ -112,5 +112,5 @@ CASES: dict[str, Case] = {
     ),
 }
 NOT_FOLLOWED = {
-    "trace/check.py:_not_run": "a general advice, where no change of one rule mends the step",
+    "trace/result.py:_not_run": "a general advice, where no change of one rule mends the step",
 }

@@ -66,6 +66,8 @@ WHOLE = {"up": {**UP, "out": "[..., tp] -> replicate"}, "down": "replicate"}
 PLANS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "a sum that is made twice": ("", {"in": "replicate grad partial(tp)", "up": {**UP, **IN}, "down": DOWN}),
     "a sum that is made once": ("", {"up": {**UP, **IN}, "down": DOWN}),
+    "a sum that nobody computes": ("", {**IN, "up": UP, "down": {**DOWN, "out": "partial(tp)"}}),
+    "a sum that the layer computes": ("", {**IN, "up": UP, "down": DOWN}),
     "a mean of parts": ("mean", {**IN, "up": UP, "down": DOWN}),
     "a mean of the whole": ("mean", WHOLE),
     "heads of a rank": ("heads", {**IN, "up": UP, "down": DOWN}),
@@ -133,6 +135,11 @@ OWN = {"give --module PKG:FN; FN() makes a small one of the same names": partial
 CASES: dict[str, Case] = {
     "a sum that is made twice": text_case(
         found_in, "a sum that is made twice", {"drop a `grad partial(...)`": "a sum that is made once"}
+    ),
+    "a sum that nobody computes": text_case(
+        found_in,
+        "a sum that nobody computes",
+        {"write `rowwise(tp)` for `inner.down`": "a sum that the layer computes"},
     ),
     "a part for the whole": text_case(
         found_in,

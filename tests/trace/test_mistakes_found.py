@@ -111,7 +111,7 @@ BY_THE_CHECK = (
     "a stream is not gathered",
     "an in around a residual",
 )
-"""Those that, within the time for it, no change of one rule among those tried mends: the finding keeps its own way out."""
+"""Those that no change of one rule mends among those tried in time: the finding keeps its own way out."""
 
 
 @pytest.mark.parametrize("name", FLOWS)

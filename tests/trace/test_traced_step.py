@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -376,6 +377,20 @@ def test_stored_layers_that_are_alike_count_as_often_as_there_are(name, monkeypa
     assert few == trace_step(module, plan, loss_of)
 
 
+FIRST = f"layers.{{{','.join(map(str, range(8)))}}}"
+"""Half of the layers: they are another kind than the rest."""
+
+
+@pytest.mark.parametrize("checkpointed", ["", FIRST])
+def test_checkpointed_layers_that_are_alike_count_as_often_as_there_are(checkpointed, monkeypatch):
+    plan, module = load_plan(DECODER, world=2, sp=True), Decoder(layers=17)
+    few = trace_step(module, plan, loss_of, checkpointed=checkpointed)
+    monkeypatch.setattr("shardtensor.trace.step.DEEP", 100)
+    every = trace_step(module, plan, loss_of, checkpointed=checkpointed)
+    assert set(few.collectives) == set(every.collectives)
+    assert attrs.evolve(few, collectives=()) == attrs.evolve(every, collectives=())
+
+
 def test_a_module_is_left_as_it_is():
     module = Decoder(layers=20)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -384,9 +399,10 @@ def test_a_module_is_left_as_it_is():
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
-def test_ranks_share_the_work_and_what_autograd_keeps():
+@pytest.mark.parametrize("sp", [False, True])
+def test_ranks_share_the_work_and_what_autograd_keeps(sp):
     steps = {
-        world: trace_step(Decoder(hidden=64), load_plan(DECODER, world=world, tp=world, sp=True), loss_of)
+        world: trace_step(Decoder(hidden=64), load_plan(DECODER, world=world, tp=world, sp=sp), loss_of)
         for world in (1, 2, 4)
     }
     for world in (2, 4):

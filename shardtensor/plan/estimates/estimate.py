@@ -65,12 +65,17 @@ class TracedStep:
 
     Attributes:
         flops: of forward and backward; products, attention and convolutions count.
-        activation_bytes: that autograd saves from forward to backward, without parameters.
+        activation_bytes: that autograd saves from forward to backward, without parameters; and those that it saves to
+            recompute one checkpointed module.
+        recomputed_flops: those of `flops` that recompute checkpointed modules.
+        kept: the bytes that autograd saves in forward, by module, the most first; numbers of layers as ``*``.
     """
 
     collectives: tuple[Collective, ...]
     flops: float
     activation_bytes: int
+    recomputed_flops: float = 0.0
+    kept: tuple[tuple[str, int], ...] = ()
 
 
 @attrs.frozen
@@ -110,6 +115,23 @@ def collective_seconds(resolved: Resolved, collective: Collective, profile: Prof
     return seconds(collective.kind, collective.received_bytes, collective.group_size, profile, near)
 
 
+def model_flops_utilisation(step: TracedStep, spent: StepSeconds, profile: Profile, dtype: str) -> float:
+    """Return the FLOPs of a step without recomputed ones, as a fraction of what the rank's peak is in its seconds.
+
+    Args:
+        dtype: in which modules compute.
+
+    Example:
+        >>> from shardtensor.cost.profile import read_profile
+        >>> h100, step = read_profile("h100"), TracedStep((), 4e14, 0, recomputed_flops=1e14)
+        >>> spent = StepSeconds(compute=step.flops / h100.flops("bfloat16"), optimizer=0.0, inside=0.0, beside=0.0)
+        >>> round(model_flops_utilisation(step, spent, h100, "bfloat16") / h100.efficiency, 4)
+        0.75
+    """
+    possible = spent.total * profile.flops(dtype) / profile.efficiency
+    return (step.flops - step.recomputed_flops) / possible if possible else 0.0
+
+
 def step_seconds(resolved: Resolved, step: TracedStep, profile: Profile, dtype: str, held: RankBytes) -> StepSeconds:
     """Return the estimated seconds of a training step.
 
@@ -126,9 +148,10 @@ def step_seconds(resolved: Resolved, step: TracedStep, profile: Profile, dtype: 
             beside += spent
         else:
             inside += spent
+    stepped = 2 * (held.parameters + held.optimizer + held.master_weights) + held.gradients
     return StepSeconds(
         compute=step.flops / profile.flops(dtype),
-        optimizer=(2 * held.parameters + held.gradients + 2 * held.optimizer) / profile.memory_bytes_per_s,
+        optimizer=stepped / profile.memory_bytes_per_s,
         inside=inside,
         beside=beside,
     )

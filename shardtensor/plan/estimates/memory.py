@@ -43,6 +43,7 @@ class RankBytes:
         parameters: as they are stored, with the padding of ranges.
         gradients: of trained parameters, in their dtype.
         optimizer: its state, without step counts.
+        master_weights: float32 copies of parameters, which the optimizer steps.
         buffers: those that are saved with the model.
         gathered: memory that gathered units and packed gradients use in turns.
         tensors: the number of all these tensors: an allocator may round up each.
@@ -54,11 +55,13 @@ class RankBytes:
     buffers: int = 0
     gathered: int = 0
     tensors: int = 0
+    master_weights: int = 0
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.gathered
+        stepped = self.parameters + self.gradients + self.optimizer + self.master_weights
+        return stepped + self.buffers + self.gathered
 
     def plus(self, other: RankBytes, times: int = 1) -> RankBytes:
         """Return the sum of this and `times` times another."""
@@ -76,6 +79,21 @@ class PlanBytes:
     most_rank: int
 
 
+@attrs.frozen
+class _Optimizer:
+    """The number of state tensors for each parameter, and whether it steps float32 copies of shorter parameters."""
+
+    states: int
+    master_weights: bool
+
+    def held(self, elements: int, dtype: str) -> RankBytes:
+        """Return the bytes of the state for some elements."""
+        if not self.master_weights or BYTES[dtype] >= BYTES["float32"]:
+            return RankBytes(optimizer=self.states * elements * BYTES[dtype], tensors=self.states)
+        size = elements * BYTES["float32"]
+        return RankBytes(optimizer=self.states * size, tensors=self.states + 1, master_weights=size)
+
+
 class _Load(Protocol):
     """The bytes of some tensors on each rank."""
 
@@ -83,7 +101,7 @@ class _Load(Protocol):
         """Return the mesh axes along which it differs, each with the coordinates from which on it may."""
         ...
 
-    def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes: ...
+    def on(self, rank: int, mesh: Mesh, optimizer: _Optimizer) -> RankBytes: ...
 
 
 @attrs.frozen(cache_hash=True)
@@ -98,13 +116,13 @@ class _Tensor:
     def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
         return {axis: range(mesh.sizes[axis]) for axis in _uneven_axes(self.layout, mesh)}
 
-    def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes:
+    def on(self, rank: int, mesh: Mesh, optimizer: _Optimizer) -> RankBytes:
         size = self.layout.numel(rank) * BYTES[self.dtype]
         if self.is_buffer:
             return RankBytes(buffers=size, tensors=1)
         if not self.trains:
             return RankBytes(parameters=size, tensors=1)
-        return RankBytes(size, size, states * size, tensors=2 + states)
+        return RankBytes(size, size, tensors=2).plus(optimizer.held(self.layout.numel(rank), self.dtype))
 
 
 @attrs.frozen(cache_hash=True)
@@ -125,7 +143,7 @@ class _Range:
         last = ranges.lengths[0] // ranges.chunk
         return {self.flat.axes[0]: [place for place in (0, last, last + 1) if place < ranges.ranks]}
 
-    def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes:
+    def on(self, rank: int, mesh: Mesh, optimizer: _Optimizer) -> RankBytes:
         ranges, item = self.flat.ranges(rank), BYTES[self.flat.dtype]
         if not self.flat.trains:
             return RankBytes(parameters=ranges.chunk * item, tensors=1)
@@ -134,7 +152,7 @@ class _Range:
             start, stop = ranges.piece(0, place_along(mesh, self.flat.axes, rank))
             stepped = stop - start
         size = ranges.chunk * item
-        return RankBytes(size, size, states * stepped * item, tensors=2 + states)
+        return RankBytes(size, size, tensors=2).plus(optimizer.held(stepped, self.flat.dtype))
 
 
 @attrs.frozen(cache_hash=True)
@@ -148,14 +166,14 @@ class _Zero:
     def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
         return {axis: range(mesh.sizes[axis]) for axis in self.axes}
 
-    def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes:
+    def on(self, rank: int, mesh: Mesh, optimizer: _Optimizer) -> RankBytes:
         ranks = math.prod(mesh.sizes[axis] for axis in self.axes)
         partition, is_reduced = ZERO[self.mode]
         held = held_bytes(self.params, ranks, place_along(mesh, self.axes, rank), partition, is_reduced=is_reduced)
         return RankBytes(
-            *(held.parameters, held.gradients, states * held.state),
+            *(held.parameters, held.gradients, optimizer.states * held.state),
             gathered=held.buffers,
-            tensors=(2 + states) * len(self.params),
+            tensors=(2 + optimizer.states) * len(self.params),
         )
 
 
@@ -169,7 +187,7 @@ class _Lent:
         layouts = {layout for unit in self.units for flat in unit.flats for layout in flat.layouts}
         return {axis: range(mesh.sizes[axis]) for layout in layouts for axis in _uneven_axes(layout, mesh)}
 
-    def on(self, rank: int, mesh: Mesh, states: int) -> RankBytes:
+    def on(self, rank: int, mesh: Mesh, optimizer: _Optimizer) -> RankBytes:
         packed, modules = 0, []
         for unit in self.units:
             sizes = [(flat.ranges(rank).total * BYTES[flat.dtype], flat.trains) for flat in unit.flats]
@@ -180,38 +198,44 @@ class _Lent:
         return RankBytes(gathered=gathered + REDUCE_BUFFERS * packed)
 
 
-def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw", zero: str | None = None) -> RankBytes:
+def rank_bytes(
+    resolved: Resolved, rank: int, *, optimizer: str = "adamw", zero: str | None = None, master_weights: bool = False
+) -> RankBytes:
     """Return the bytes that one rank holds.
 
     Args:
         rank: of the world.
         optimizer: one of `OPTIMIZERS`.
         zero: one of `ZERO`: data ranks step whole parameters or ranges, and hold all gradients or those that they step.
+        master_weights: the optimizer holds a float32 copy of each parameter of a shorter dtype that it steps, and has
+            its state in float32; not with `zero`.
 
     Raises:
         PlanError: the optimizer is not known, the plan has no such rank, or `zero` does not fit the plan.
     """
-    states = _states(optimizer)
+    stepped = _optimizer(optimizer, master_weights)
     mesh = resolved.plan.axes.mesh
     if rank not in mesh.ranks:
         raise PlanError(f"the plan has no rank {rank}", {"ranks": f"{mesh.ranks[0]} to {mesh.ranks[-1]}"})
     units = gather_units(resolved)
     found = RankBytes()
     for load, times in _loads(resolved, units, zero).items():
-        found = found.plus(load.on(rank, mesh, states), times)
+        found = found.plus(load.on(rank, mesh, stepped), times)
     return found
 
 
-def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw", zero: str | None = None) -> PlanBytes:
+def plan_bytes(
+    resolved: Resolved, *, optimizer: str = "adamw", zero: str | None = None, master_weights: bool = False
+) -> PlanBytes:
     """Return the least and the most that any rank holds. The time grows with the number of different ranks, mostly one.
 
     Args:
-        optimizer, zero: as for `rank_bytes`.
+        optimizer, zero, master_weights: as for `rank_bytes`.
 
     Raises:
         PlanError: the optimizer is not known, or `zero` does not fit the plan.
     """
-    states = _states(optimizer)
+    stepped = _optimizer(optimizer, master_weights)
     mesh, units = resolved.plan.axes.mesh, gather_units(resolved)
     first = mesh.ranks[0]
     same = RankBytes()
@@ -222,7 +246,7 @@ def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw", zero: str | None
         if along:
             differing.append((load, times, tuple(along)))
         else:
-            same = same.plus(load.on(first, mesh, states), times)
+            same = same.plus(load.on(first, mesh, stepped), times)
         for axis, each in along.items():
             places.setdefault(axis, set()).update(each)
     union = sorted(places)
@@ -235,7 +259,7 @@ def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw", zero: str | None
         for i, (load, times, axes) in enumerate(differing):
             key = (i, tuple(at[axis] for axis in axes))
             if key not in cached:
-                cached[key] = load.on(rank, mesh, states)
+                cached[key] = load.on(rank, mesh, stepped)
             here = here.plus(cached[key], times)
         if least is None or here.total < least[0].total:
             least = here, rank
@@ -255,10 +279,10 @@ def place_along(mesh: Mesh, axes: tuple[int, ...], rank: int) -> int:
     return place
 
 
-def _states(optimizer: str) -> int:
-    if optimizer not in OPTIMIZERS:
-        raise PlanError(f'no optimizer is called "{optimizer}"', {"known": ", ".join(OPTIMIZERS)})
-    return OPTIMIZERS[optimizer]
+def _optimizer(name: str, master_weights: bool) -> _Optimizer:
+    if name not in OPTIMIZERS:
+        raise PlanError(f'no optimizer is called "{name}"', {"known": ", ".join(OPTIMIZERS)})
+    return _Optimizer(OPTIMIZERS[name], master_weights)
 
 
 def _loads(resolved: Resolved, units: tuple[GatherUnit, ...], zero: str | None) -> Counter[_Load]:

@@ -60,6 +60,7 @@ def search(
     profile: Profile,
     params: Mapping[str, Any] = {},
     optimizer: str = "adamw",
+    master_weights: bool = False,
     trace: Callable[[Plan, int, int], TracedStep] | None = None,
 ) -> tuple[Choice, ...]:
     """Return the meshes of a plan, sorted by the estimated seconds of a step, or by the bytes of a rank if no step is
@@ -72,6 +73,7 @@ def search(
         path: of the plan, or its text.
         memory_bytes: of a rank.
         params: values that are fixed.
+        optimizer, master_weights: as for `rank_bytes`.
         trace: counts a step of a plan, given the samples of a data rank and the tokens of a sample.
 
     Raises:
@@ -90,7 +92,7 @@ def search(
             fault = f"{batch.samples} samples cannot be dealt to {data_ranks(resolved)} data ranks"
             choice = attrs.evolve(choice, fault=fault)
         else:
-            held = plan_bytes(resolved, optimizer=optimizer).most
+            held = plan_bytes(resolved, optimizer=optimizer, master_weights=master_weights).most
             choice = _fitting(attrs.evolve(choice, held=held), memory_bytes)
             if trace is not None and not choice.fault:
                 step = trace(plan, batch.samples // data_ranks(resolved), batch.seq)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
@@ -172,6 +172,19 @@ class Model:
     modules: Mapping[str, ModuleInfo] = attrs.field(factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
     config: Mapping[str, object] = attrs.field(factory=dict)
+
+    @property
+    def class_name(self) -> str:
+        """The class of the model; empty if it is not known."""
+        architectures: Any = self.config.get("architectures") or ("",)
+        return self.modules[""].class_name if "" in self.modules else str(architectures[0])
+
+    def cast(self, dtype: str | None) -> Model:
+        """Return the model with another dtype of floating-point tensors; None: as it is."""
+        if dtype is None:
+            return self
+        tensors = (attrs.evolve(each, dtype=dtype) if "float" in each.dtype else each for each in self.tensors)
+        return attrs.evolve(self, tensors=tuple(tensors))
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorInfo]:

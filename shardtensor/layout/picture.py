@@ -1,10 +1,11 @@
-"""The shards of a tensor, merged into few enough parts to be drawn."""
+"""The shards of a tensor, merged into few enough parts to be drawn; and their map, as cells or as HTML."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, product
+from html import escape
+from itertools import groupby, islice, product
 
 import attrs
 
@@ -13,6 +14,13 @@ from shardtensor.layout.layout import FlatLayout, Layout, ListedLayout, MeshLayo
 
 PARTS = 16
 """The approximate largest number of parts that are drawn of one tensor."""
+
+WIDTH, HEIGHT = 16, 4
+EVERYBODY = -1
+"""The number in a cell that all ranks hold."""
+
+_COLOURS = (69, 215, 79, 175, 185, 173, 117, 140)  # of the 256 of a terminal
+_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 @attrs.frozen(eq=False)
@@ -68,6 +76,30 @@ class Picture:
     def number(self, index: int) -> int:
         """Return the number that is drawn in a part and selects its colour: its rank, if every part has one rank."""
         return self.parts[index].rank if self.copies == 1 and all(part.places == 1 for part in self.parts) else index
+
+    def cells(self) -> list[list[int | None]]:
+        """Return the rows of a map with the numbers of the parts: see `map_cells`."""
+        shape = self.layout.shape
+        if not all(shape):
+            return []
+        held = {self.number(i): [box for box in part.boxes if box.numel] for i, part in enumerate(self.parts)}
+        boxes = [held.get(i, []) for i in range(max(held) + 1)] if len(held) > 1 else [*held.values()]
+        split = max((_last_cut(box.sizes, shape) for each in boxes for box in each), default=0) or 1
+        down = {(box.offsets[:split], box.sizes[:split]) for each in boxes for box in each}
+        rows = sum(math.prod(sizes[: _last_cut(sizes, shape)]) for _, sizes in down)  # one below the other
+        return map_cells(shape, boxes, split=split, lines=min(PARTS, max(HEIGHT, rows)))
+
+    def legend(self) -> list[tuple[int, str]]:
+        """Return the meaning of the numbers of a map: of all if there are at most four, else of the first two and the
+        last."""
+        parts, found = self.parts, []
+        shown = range(len(parts)) if len(parts) <= 4 else (0, 1, len(parts) - 1)
+        for i in shown:
+            ranks, count = self.ranks(parts[i], 2)
+            names = "" if self.names == ("place",) else f" {self.place_text(parts[i])},"
+            text = f"{names} rank{'s' * (count > 1)} {', '.join(map(str, ranks))}" + ", …" * (count > len(ranks))
+            found.append((self.number(i), text + " (nothing)" * (not parts[i].most)))
+        return found
 
     def place_text(self, part: Part) -> str:
         """Return the coordinates of a part's ranks as text: ``tp 1``, or ``tp 1, dp 0 to 31``."""
@@ -202,3 +234,85 @@ def _index(layout: Layout, axes: Sequence[int], place: Mapping[int, int]) -> int
 
 def _rank(layout: Layout, at: Mapping[int, int]) -> int:
     return layout.ranks[_index(layout, range(len(layout.grid)), at)]
+
+
+def map_cells(
+    shape: tuple[int, ...], boxes_by_rank: Sequence[Sequence[Box]], *, split: int = 1, lines: int = 0
+) -> list[list[int | None]]:
+    """Return the rows of a map of a tensor, its first `split` dims down and the others to the right: the number of the
+    first rank that holds a cell, `EVERYBODY`, or None. If no dim that goes down is sharded, there is one row.
+
+    Args:
+        lines: the height of the map; by default 4, or up to 8 for more ranks.
+
+    Example:
+        >>> map_cells((4, 2), [[Box((0, 0), (2, 2))], [Box((2, 0), (2, 2))]])
+        [[0, 0], [0, 0], [1, 1], [1, 1]]
+    """
+    split = split if len(shape) > 1 else 0
+    rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
+    height, width = min(rows, lines or max(HEIGHT, min(len(boxes_by_rank), 2 * HEIGHT))), min(columns, WIDTH)
+    if len({box.offsets[:split] for boxes in boxes_by_rank for box in boxes if box.numel}) <= 1:
+        height = 1
+
+    def cell(line: int, place: int) -> int | None:
+        at = (*_at(line * rows // height, shape[:split]), *_at(place * columns // width, shape[split:]))
+        holders = [rank for rank, boxes in enumerate(boxes_by_rank) if any(_holds(box, at) for box in boxes)]
+        return EVERYBODY if len(holders) == len(boxes_by_rank) else holders[0] if holders else None
+
+    return [[cell(line, place) for place in range(width)] for line in range(height)]
+
+
+def _at(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of the element at a place of a row-major tensor."""
+    found = []
+    for size in reversed(shape):
+        place, i = divmod(place, size)
+        found.append(i)
+    return tuple(reversed(found))
+
+
+def _holds(box: Box, at: tuple[int, ...]) -> bool:
+    return all(offset <= i < offset + size for offset, size, i in zip(box.offsets, box.sizes, at, strict=True))
+
+
+def _last_cut(sizes: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the last dim along which a box is smaller than the tensor; 0 if there is none."""
+    return max((dim for dim, size in enumerate(sizes) if size != shape[dim]), default=0)
+
+
+def character(number: int) -> str:
+    """Return the character of a number in a map."""
+    return _CHARACTERS[number % len(_CHARACTERS)]
+
+
+def colour(number: int) -> int:
+    """Return the background of a number in a map: one of the 256 colours of a terminal."""
+    return _COLOURS[number % len(_COLOURS)]
+
+
+def _rgb(colour: int) -> str:
+    levels = ((colour - 16) // step % 6 for step in (36, 6, 1))
+    return "#" + "".join(f"{55 + 40 * level if level else 0:02x}" for level in levels)
+
+
+def html_map(picture: Picture) -> str:
+    """Return the map of a layout and its legend as HTML.
+
+    Example:
+        >>> from shardtensor.layout.bind import bind
+        >>> from shardtensor.mesh import read_mesh
+        >>> from shardtensor.spec.parse import parse_spec
+        >>> html_map(picture_of(bind(parse_spec("[tp]"), (2,), read_mesh("tp=2")))).count("<span")
+        4
+    """
+
+    def cell(number: int | None, count: int = 1) -> str:
+        if number is None:
+            return " " * count
+        text, back = ("·", "#b2b2b2") if number == EVERYBODY else (character(number), _rgb(colour(number)))
+        return f'<span style="color:black;background:{back}">{text * count}</span>'
+
+    lines = ["".join(cell(number, len([*run])) for number, run in groupby(row)) for row in picture.cells()]
+    names = "  ".join(cell(number) + escape(text) for number, text in picture.legend() if picture.axes)
+    return "<pre>" + "\n".join(filter(None, [*lines, names])) + "</pre>"
