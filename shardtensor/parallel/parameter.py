@@ -1,8 +1,8 @@
-"""`shard_parameter` shards one parameter of a module in place; and the names of a module's parameters."""
+"""`shard_parameter` shards one parameter of a module in place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,12 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.comm.redistribute import part_of
 from shardtensor.errors import LayoutError, MissingParameterError, RuleError, ShardTensorError
 from shardtensor.layout.layout import Layout
-from shardtensor.parallel.memory import become, load_keeps_layouts
 from shardtensor.plan.models.model import kind_named
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.convert import drop_weak_references
+from shardtensor.tensor.memory import become, load_keeps_layouts
 from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -241,32 +241,3 @@ def collecting(module: nn.Module, args: Any, output: Any) -> torch.Tensor | Any:
     local, spec = output.local_tensor(), output.sharding_spec()
     is_row = isinstance(spec, ChunkShardingSpec) and local.shape[spec.dim] == 1
     return local.squeeze(spec.dim) if is_row else local  # type: ignore[attr-defined]
-
-
-def named_params_with_sharded_tensor(
-    module: nn.Module, prefix: str = "", recurse: bool = True
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter of a module, then every ShardedTensor that it holds as a plain attribute.
-
-    Args:
-        module: any module.
-        prefix: added before every name, with a dot.
-        recurse: include submodules.
-
-    Yields:
-        name and tensor; parameters in the order of `named_parameters`; a tensor with two names once.
-
-    Example:
-        >>> module = nn.Linear(2, 1)
-        >>> [name for name, _ in named_params_with_sharded_tensor(module)]
-        ['weight', 'bias']
-    """
-    seen = set()
-    for name, param in module.named_parameters(prefix=prefix, recurse=recurse):
-        seen.add(id(param))
-        yield name, param
-    for owner_name, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
-        for name, value in vars(owner).items():
-            if isinstance(value, ShardedTensor) and id(value) not in seen:
-                seen.add(id(value))
-                yield (f"{owner_name}.{name}" if owner_name else name), value

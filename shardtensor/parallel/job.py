@@ -14,8 +14,14 @@ from shardtensor.comm.group import Group, group_on_mesh
 from shardtensor.errors import LayoutError, PlanError, RuleError, ShardTensorError
 from shardtensor.layout.layout import Layout
 from shardtensor.mesh import Mesh
+from shardtensor.parallel.hooks import Site, Use, called
 from shardtensor.parallel.layers import layer_class
+from shardtensor.parallel.model_info import model_info
+from shardtensor.parallel.module_changes import Binder, ModuleChange, module_changes
 from shardtensor.parallel.parameter import bound, find, shards_itself
+from shardtensor.parallel.rules import Rules, axes_of_flows, read_rules, with_the_rest
+from shardtensor.parallel.sharding_plan import ShardingPlan
+from shardtensor.parallel.stores import FSDPConfig
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.findings.finding import Finding
@@ -28,12 +34,6 @@ from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import ModuleFlows, Resolved, canonical_lines
-from shardtensor.sharding.hooks import Site, Use, called
-from shardtensor.sharding.model_info import model_info
-from shardtensor.sharding.module_changes import Binder, ModuleChange, module_changes
-from shardtensor.sharding.plan import ShardingPlan
-from shardtensor.sharding.rules import Rules, axes_of_flows, read_rules, with_the_rest
-from shardtensor.sharding.stores import FSDPConfig
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor

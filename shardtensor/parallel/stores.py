@@ -12,9 +12,9 @@ from torch import nn
 from shardtensor.comm.group import Group, group_along, group_on_mesh
 from shardtensor.errors import PlanError
 from shardtensor.fsdp.api import fully_shard
+from shardtensor.fsdp.data_parallel import data_parallel, reducer_of
 from shardtensor.fsdp.lifecycle import release
 from shardtensor.mesh import Mesh
-from shardtensor.parallel.data_parallel import data_parallel, reducer_of
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.match.units import GatherUnit, gather_units
 from shardtensor.plan.resolved import Resolved

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, PlanError, ShardTensorError
-from shardtensor.parallel.memory import Location, become, put_in_place, with_memory
 from shardtensor.tensor.drawing import agree_on_state
+from shardtensor.tensor.memory import Location, become, put_in_place, with_memory
 from shardtensor.tensor.placing import device_for, own_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 

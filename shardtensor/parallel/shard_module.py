@@ -15,18 +15,18 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import PlanError, ShardTensorError
 from shardtensor.fsdp.api import move_rest
-from shardtensor.parallel.memory import become, load_keeps_layouts
+from shardtensor.parallel import expert_dispatch  # noqa: F401  (its hook registers itself)
+from shardtensor.parallel.job import ShardingJob, Target, count_as_before, work_of
+from shardtensor.parallel.module_changes import Binder, ModuleChange, restore_class
 from shardtensor.parallel.parameter import collecting, resharding, scatter
+from shardtensor.parallel.sharding_plan import Sharder, ShardingPlan
+from shardtensor.parallel.stores import is_called, keep_as_before
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.patterns import WRAPPERS
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding import expert_dispatch  # noqa: F401  (its hook registers itself)
-from shardtensor.sharding.job import ShardingJob, Target, count_as_before, work_of
-from shardtensor.sharding.module_changes import Binder, ModuleChange, restore_class
-from shardtensor.sharding.plan import Sharder, ShardingPlan
-from shardtensor.sharding.stores import is_called, keep_as_before
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.convert import drop_weak_references, flatten_again
+from shardtensor.tensor.memory import become, load_keeps_layouts
 from shardtensor.tensor.placing import own_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 

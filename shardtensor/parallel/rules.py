@@ -13,7 +13,9 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import MissingParameterError, PlanError, SpecError
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.mesh import Mesh
+from shardtensor.parallel.model_info import model_info
 from shardtensor.parallel.parameter import find
+from shardtensor.parallel.sharding_plan import Sharder, ShardingPlan
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Line
@@ -23,8 +25,6 @@ from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.python_rules import lines
 from shardtensor.plan.resolved import Placed, Resolved
-from shardtensor.sharding.model_info import model_info
-from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.placing import mesh_of
