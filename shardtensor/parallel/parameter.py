@@ -125,8 +125,7 @@ def _sharded(
         fault = error
     agree(group, call, facts, fault)
     assert layout is not None
-    local = scatter(tensor.detach(), layout, group, src_rank, device).requires_grad_(tensor.requires_grad)
-    return wrap(local, layout, spec, group), tensor
+    return scatter(tensor, spec, layout, group, src_rank, device), tensor
 
 
 def find(module: nn.Module, param_name: str) -> tuple[tuple[str, ...] | None, torch.Tensor]:
@@ -171,17 +170,20 @@ def bound(
     return layout
 
 
-def scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, device: torch.device) -> torch.Tensor:
-    """Scatter the tensor of `src_rank`; return this rank's part, in own memory on `device`. On meta, send nothing."""
-    shape = layout.local_shape(group.rank)
+def scatter(
+    tensor: torch.Tensor, spec: ShardingSpec, layout: Layout, group: Group, src_rank: int, device: torch.device
+) -> ShardedTensor:
+    """Scatter the tensor of `src_rank`; each rank has its part in own memory on `device`. On meta, send nothing."""
+    shape, values = layout.local_shape(group.rank), tensor.detach()
     if tensor.is_meta:
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
-    parts = [part_of(tensor, layout, rank) for rank in group.ranks] if group.index == src_rank else None
-    like = tensor.new_empty(0, device=device)
-    flat = group.scatter(parts, layout.numel(group.rank), src_rank, like)
-    if flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-        flat = flat.clone()
-    return flat.to(device).view(shape)
+        local = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    else:
+        parts = [part_of(values, layout, rank) for rank in group.ranks] if group.index == src_rank else None
+        flat = group.scatter(parts, layout.numel(group.rank), src_rank, values.new_empty(0, device=device))
+        if flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            flat = flat.clone()
+        local = flat.to(device).view(shape)
+    return wrap(local.requires_grad_(tensor.requires_grad), layout, spec, group)
 
 
 def dim_names(module: nn.Module, parameter: str) -> tuple[str, ...] | None:
@@ -198,9 +200,6 @@ def dim_names(module: nn.Module, parameter: str) -> tuple[str, ...] | None:
     return None
 
 
-Hook = Callable[[nn.Module, Any, Any], Any]
-
-
 def reshard_output(module: nn.Module, spec: ShardingSpec | str) -> nn.Module:
     """Redistribute the ShardedTensor that `module` returns to `spec`; return the module.
 
@@ -212,7 +211,7 @@ def reshard_output(module: nn.Module, spec: ShardingSpec | str) -> nn.Module:
         >>> str(double(st.distribute(torch.ones(2, 2), "[tp, -]")).sharding_spec())
         '[-, tp]'
     """
-    module.register_forward_hook(resharding(as_spec(spec)))
+    module.register_forward_hook(partial(resharded, as_spec(spec)))
     return module
 
 
@@ -225,12 +224,8 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
     return module
 
 
-def resharding(spec: ShardingSpec) -> Hook:
-    """Return the hook of `reshard_output`."""
-    return partial(_resharded, spec)
-
-
-def _resharded(spec: ShardingSpec, module: nn.Module, args: Any, output: Any) -> Any:
+def resharded(spec: ShardingSpec, module: nn.Module, args: Any, output: Any) -> Any:
+    """Return a ShardedTensor in the layout of `spec`: the hook of `reshard_output`."""
     return output.reshard(spec) if isinstance(output, ShardedTensor) else output
 
 

@@ -13,7 +13,7 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import MissingParameterError, PlanError, SpecError
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.mesh import Mesh
-from shardtensor.parallel.model_info import model_info
+from shardtensor.parallel.model_info import model_info, own_paths
 from shardtensor.parallel.parameter import find
 from shardtensor.parallel.sharding_plan import Sharder, ShardingPlan
 from shardtensor.plan.axes import Axes
@@ -79,7 +79,7 @@ def read_rules(module: nn.Module, rules: ShardingPlan | Mapping[str, Any], group
     for line in kept:
         _refuse(module, model, tree, line, sharders)
     opaque = {name: x.value.spec for x in kept if isinstance(x.value, Opaque) for name in tree.tensors(x.pattern)}
-    names = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
+    names = own_paths(module)
     fault = "Only `ShardingSpec` is supported as output_plan for `{}`"
     return Rules(
         Plan(Axes(_mesh(group, kept)), tuple(kept), is_part=True),
