@@ -20,10 +20,10 @@ import torch
 from harness.architectures import ARCHITECTURES, off_after_three_steps, small_model
 
 from shardtensor.errors import ShardTensorError
+from shardtensor.parallel.model_info import model_info
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.patterns import starred
 from shardtensor.plan.match.resolve import resolve
-from shardtensor.sharding.model_info import model_info
 from shardtensor.sim.simulate import simulate
 from shardtensor.trace.imported import imported_plan
 

@@ -25,10 +25,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardtensor as st
+from shardtensor.parallel.model_info import model_info
 from shardtensor.plan.estimates.memory import rank_bytes
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.resolve import resolve
-from shardtensor.sharding.model_info import model_info
 
 LINE = 512  # bytes; what CUDA's allocator rounds up to
 

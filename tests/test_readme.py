@@ -337,9 +337,7 @@ def _calls() -> list[str]:
 
 def _public(name: str):
     """What users of the pages mean by the name of a function: ours, where there is one."""
-    return getattr(shardtensor.fsdp, name, None) or getattr(
-        shardtensor, name if name in shardtensor.__all__ else "", None
-    )
+    return getattr(shardtensor if name in shardtensor.__all__ else shardtensor.fsdp, name, None)
 
 
 @pytest.mark.parametrize("call", _calls())

@@ -15,7 +15,7 @@ from harness.house import FILES, PACKAGE, REEXPORTS, eager, imported, tree_of
 import shardtensor
 
 ORDER = """
-errors imports mesh spec layout rules cost plan comm sim tensor ops parallel optim fsdp sharding trace checkpoint
+errors imports mesh spec layout rules cost plan comm sim tensor ops fsdp optim parallel trace checkpoint
 spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]

@@ -20,13 +20,13 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import ShardTensorError
 from shardtensor.fsdp.module import FSDPModule
 from shardtensor.layout.layout import replicated
-from shardtensor.parallel.memory import become
-from shardtensor.sharding.job import Target
-from shardtensor.sharding.module_changes import Binder
-from shardtensor.sharding.shard_module import PlanLike, install_plan, swap_all, take_off
-from shardtensor.sharding.stores import keep_as_before
+from shardtensor.parallel.job import Target
+from shardtensor.parallel.module_changes import Binder
+from shardtensor.parallel.shard_module import PlanLike, install_plan, swap_all, take_off
+from shardtensor.parallel.stores import keep_as_before
 from shardtensor.spec.nodes import Replicate
 from shardtensor.tensor.convert import drop_weak_references, flatten_again
+from shardtensor.tensor.memory import become
 from shardtensor.tensor.placing import own_device
 from shardtensor.tensor.reshard import reshard_on
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap

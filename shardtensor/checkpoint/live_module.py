@@ -15,8 +15,8 @@ from shardtensor.checkpoint.live_state import FollowingOptimizer, StateOutline, 
 from shardtensor.comm.agree import name_ranks
 from shardtensor.errors import PlanError, RuleError
 from shardtensor.fsdp.state import plain_class
-from shardtensor.sharding.job import ShardingJob
-from shardtensor.sharding.shard_module import PlanLike, job_of, take_off
+from shardtensor.parallel.job import ShardingJob
+from shardtensor.parallel.shard_module import PlanLike, job_of, take_off
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 

@@ -18,9 +18,9 @@ from shardtensor.checkpoint.stored import Stored
 from shardtensor.comm.group import Group
 from shardtensor.errors import CheckpointError
 from shardtensor.layout.layout import Layout, replicated
-from shardtensor.parallel.memory import put_in_place, with_memory
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.dtensor import from_dtensor
+from shardtensor.tensor.memory import put_in_place, with_memory
 from shardtensor.tensor.placing import device_for, own_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 

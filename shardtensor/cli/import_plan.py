@@ -89,8 +89,8 @@ def _of_model(options: argparse.Namespace, config: dict[str, Any]) -> str:
             "Install it, or write the plan to a file where it is: json.dump(model.tp_plan, open(FILE, 'w'))"
         ) from None
     if options.experts and getattr(model, "ep_plan", None):
+        from shardtensor.parallel.model_info import model_info
         from shardtensor.plan.interop.hugging_face import plan_text_from_hf
-        from shardtensor.sharding.model_info import model_info
 
         return plan_text_from_hf(dict(model.tp_plan), dict(model.ep_plan), config=config, model=model_info(model))
     from shardtensor.trace.imported import imported_plan

@@ -91,7 +91,7 @@ def _from_text(plan: Plan, config: Mapping[str, Any], config_source: str) -> Mod
         if error.code != "E301" or "model_type" not in config:
             raise
     from shardtensor.cli.model_source import transformers_model
-    from shardtensor.sharding.model_info import model_info
+    from shardtensor.parallel.model_info import model_info
 
     refuse_quantised(config, config_source)
     try:
@@ -158,7 +158,7 @@ def case_of(options: Any, resolved: Resolved) -> Any:
 
 def _from_module(text: str) -> Model:
     made = builder_of(text)()
-    from shardtensor.sharding.model_info import model_info
+    from shardtensor.parallel.model_info import model_info
 
     return model_info(made[0] if isinstance(made, tuple) else made)  # with a step beside it, for --numeric
 

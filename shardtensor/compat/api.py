@@ -6,4 +6,4 @@ from shardtensor.parallel.parameter import collect_local_shard as _collect_local
 from shardtensor.parallel.parameter import reshard_output as _reshard_output
 from shardtensor.parallel.parameter import shard_parameter
 from shardtensor.parallel.parameter import shard_tensor as _shard_tensor
-from shardtensor.sharding.shard_module import shard_module
+from shardtensor.parallel.shard_module import shard_module

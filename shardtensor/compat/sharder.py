@@ -1,3 +1,3 @@
 """The names of ``torch.distributed._shard.sharder``."""
 
-from shardtensor.sharding.plan import Sharder
+from shardtensor.parallel.sharding_plan import Sharder

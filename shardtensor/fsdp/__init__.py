@@ -1,4 +1,4 @@
-"""`fully_shard`: parameters that are sharded over data ranks and gathered just before use."""
+"""`fully_shard`: parameters that are sharded over data ranks and gathered just before use; and `data_parallel`."""
 
 import shardtensor.ops  # noqa: F401  (gives ShardedTensor its operations)
 from shardtensor.fsdp.api import fully_shard

@@ -11,6 +11,7 @@ from torch import nn
 from shardtensor.comm.agree import agree
 from shardtensor.errors import LayoutError, ShardTensorError, WrappedTwiceError
 from shardtensor.fsdp.checks import after_load, check
+from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.fsdp.module import sharded_class
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.param_info import ParamInfo, TPSpec
@@ -25,9 +26,8 @@ from shardtensor.fsdp.policy import (
 )
 from shardtensor.fsdp.state import FSDPState, state_of
 from shardtensor.layout.ranges import ANYWHERE, ShardPlacement, name_order, parameter_groups
-from shardtensor.parallel.data_mesh import DataMesh
-from shardtensor.parallel.memory import load_keeps_layouts
 from shardtensor.tensor.gradient import grad_dtype_of
+from shardtensor.tensor.memory import load_keeps_layouts
 from shardtensor.tensor.placing import own_device
 
 

@@ -23,8 +23,8 @@ from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.fsdp.param_info import ParamInfo
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
 from shardtensor.fsdp.state import FSDPState, plain_class, state_of
-from shardtensor.parallel.memory import become, laid_out_as, swap
 from shardtensor.tensor.convert import drop_weak_references
+from shardtensor.tensor.memory import become, laid_out_as, swap
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardtensor.comm.group import Group, Pending
-from shardtensor.parallel.data_mesh import DataMesh
+from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.tensor.bucket import Bucket, FlatShard, GradientBuffer, Grads
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 

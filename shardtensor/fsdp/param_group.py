@@ -20,14 +20,14 @@ from shardtensor.comm.group import Group, Pending
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.autograd import written_too_early
+from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.fsdp.gradients import GroupGradients
 from shardtensor.fsdp.outside import UNCOMPILED, join_group
 from shardtensor.fsdp.param_info import ParamInfo, ranges_of
 from shardtensor.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardtensor.parallel.data_mesh import DataMesh
-from shardtensor.parallel.memory import become
 from shardtensor.tensor.bucket import Bucket, FlatShard, Grads
 from shardtensor.tensor.gradient import grad_dtype_of, keep_grad_dtype
+from shardtensor.tensor.memory import become
 from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 

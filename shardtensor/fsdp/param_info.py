@@ -20,15 +20,14 @@ from shardtensor.comm.agree import name_ranks
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group, simulated
 from shardtensor.errors import LayoutError
+from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.layout.layout import MeshLayout, has_equal_parts
 from shardtensor.layout.ranges import ANYWHERE, Ranges, ShardPlacement, lay_out, lay_out_alone, lay_out_owned
 from shardtensor.mesh import Mesh
-from shardtensor.parallel.data_mesh import DataMesh
-from shardtensor.parallel.layers import ParallelLayer
-from shardtensor.parallel.memory import Location
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.dtensor import as_dtensor, parameter_of
+from shardtensor.tensor.memory import Location
 from shardtensor.tensor.placing import spec_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrapper_over
 
@@ -159,8 +158,7 @@ class ParamInfo:
         """
         if self.tp_spec is not None:
             return self.tp_spec.has_copies
-        flows = [owner.flow for owner, _ in self.locations if isinstance(owner, ParallelLayer)]
-        return has_neighbours or any(flow.sums is not None or flow.sums_bias is not None for flow in flows)
+        return has_neighbours or any(getattr(owner, "sums_gradients", False) for owner, _ in self.locations)
 
     @property
     def is_alone(self) -> bool:

@@ -17,11 +17,11 @@ from shardtensor.comm.streams import Stream, Streams
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import RuleError
 from shardtensor.fsdp.autograd import Versions, not_in_buffer, watch_backward
+from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.fsdp.outside import UNCOMPILED
 from shardtensor.fsdp.param_group import ParamGroup, PostForwardMesh
 from shardtensor.fsdp.policy import MixedPrecisionPolicy, Reshard
 from shardtensor.layout.ranges import GATHER_BUFFERS, SMALL_BYTES, aligned_bytes, gather_buffers
-from shardtensor.parallel.data_mesh import DataMesh
 from shardtensor.tensor.trees import cast_floats, tensors_in, with_hook
 
 

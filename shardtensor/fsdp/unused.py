@@ -20,7 +20,7 @@ from shardtensor.comm.agree import name_ranks
 from shardtensor.comm.group import Group
 from shardtensor.comm.streams import Streams
 from shardtensor.errors import RuleError
-from shardtensor.parallel.data_mesh import DataMesh
+from shardtensor.fsdp.data_mesh import DataMesh
 
 _SHOWN = 8
 _LOOK_S, _PAUSE_S = 1.0, 2e-5

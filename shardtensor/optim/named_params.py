@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -13,7 +13,6 @@ from torch import nn
 from shardtensor.comm.group import Group
 from shardtensor.errors import StaleParameterError
 from shardtensor.layout.layout import Layout
-from shardtensor.parallel.parameter import named_params_with_sharded_tensor
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 
@@ -152,3 +151,32 @@ def stale_error(names: Iterable[str], why: str) -> StaleParameterError:
 def params_text(group: Mapping[str, Any]) -> str:
     """Return the names, global shapes and dtypes of a group's parameters, one for each line."""
     return "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in group["params"]) or "(none)"
+
+
+def named_params_with_sharded_tensor(
+    module: nn.Module, prefix: str = "", recurse: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter of a module, then every ShardedTensor that it holds as a plain attribute.
+
+    Args:
+        module: any module.
+        prefix: added before every name, with a dot.
+        recurse: include submodules.
+
+    Yields:
+        name and tensor; parameters in the order of `named_parameters`; a tensor with two names once.
+
+    Example:
+        >>> module = nn.Linear(2, 1)
+        >>> [name for name, _ in named_params_with_sharded_tensor(module)]
+        ['weight', 'bias']
+    """
+    seen = set()
+    for name, param in module.named_parameters(prefix=prefix, recurse=recurse):
+        seen.add(id(param))
+        yield name, param
+    for owner_name, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+        for name, value in vars(owner).items():
+            if isinstance(value, ShardedTensor) and id(value) not in seen:
+                seen.add(id(value))
+                yield (f"{owner_name}.{name}" if owner_name else name), value

@@ -1,1 +1,1 @@
-"""Modules whose parameters are sharded: `shard_parameter`."""
+"""Modules whose parameters are sharded: `shard_parameter`, `shard_module`, parallel layers."""

@@ -142,6 +142,11 @@ class ParallelLayer:
     flow_cut: frozenset[str]
     flow_of: type[nn.Module]
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether it sums gradients of its parameters over ranks that hold replicas; `fully_shard` reads this."""
+        return self.flow.sums is not None or self.flow.sums_bias is not None
+
 
 class LinearFlow(ParallelLayer):
     """The forward of a linear layer sharded along rows or columns: local values in, local values out."""

@@ -1,8 +1,8 @@
-"""`shard_parameter` shards one parameter of a module in place; and the names of a module's parameters."""
+"""`shard_parameter` shards one parameter of a module in place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,12 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.comm.redistribute import part_of
 from shardtensor.errors import LayoutError, MissingParameterError, RuleError, ShardTensorError
 from shardtensor.layout.layout import Layout
-from shardtensor.parallel.memory import become, load_keeps_layouts
 from shardtensor.plan.models.model import kind_named
 from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.convert import drop_weak_references
+from shardtensor.tensor.memory import become, load_keeps_layouts
 from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
@@ -125,8 +125,7 @@ def _sharded(
         fault = error
     agree(group, call, facts, fault)
     assert layout is not None
-    local = scatter(tensor.detach(), layout, group, src_rank, device).requires_grad_(tensor.requires_grad)
-    return wrap(local, layout, spec, group), tensor
+    return scatter(tensor, spec, layout, group, src_rank, device), tensor
 
 
 def find(module: nn.Module, param_name: str) -> tuple[tuple[str, ...] | None, torch.Tensor]:
@@ -171,17 +170,20 @@ def bound(
     return layout
 
 
-def scatter(tensor: torch.Tensor, layout: Layout, group: Group, src_rank: int, device: torch.device) -> torch.Tensor:
-    """Scatter the tensor of `src_rank`; return this rank's part, in own memory on `device`. On meta, send nothing."""
-    shape = layout.local_shape(group.rank)
+def scatter(
+    tensor: torch.Tensor, spec: ShardingSpec, layout: Layout, group: Group, src_rank: int, device: torch.device
+) -> ShardedTensor:
+    """Scatter the tensor of `src_rank`; each rank has its part in own memory on `device`. On meta, send nothing."""
+    shape, values = layout.local_shape(group.rank), tensor.detach()
     if tensor.is_meta:
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
-    parts = [part_of(tensor, layout, rank) for rank in group.ranks] if group.index == src_rank else None
-    like = tensor.new_empty(0, device=device)
-    flat = group.scatter(parts, layout.numel(group.rank), src_rank, like)
-    if flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-        flat = flat.clone()
-    return flat.to(device).view(shape)
+        local = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    else:
+        parts = [part_of(values, layout, rank) for rank in group.ranks] if group.index == src_rank else None
+        flat = group.scatter(parts, layout.numel(group.rank), src_rank, values.new_empty(0, device=device))
+        if flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            flat = flat.clone()
+        local = flat.to(device).view(shape)
+    return wrap(local.requires_grad_(tensor.requires_grad), layout, spec, group)
 
 
 def dim_names(module: nn.Module, parameter: str) -> tuple[str, ...] | None:
@@ -198,9 +200,6 @@ def dim_names(module: nn.Module, parameter: str) -> tuple[str, ...] | None:
     return None
 
 
-Hook = Callable[[nn.Module, Any, Any], Any]
-
-
 def reshard_output(module: nn.Module, spec: ShardingSpec | str) -> nn.Module:
     """Redistribute the ShardedTensor that `module` returns to `spec`; return the module.
 
@@ -212,7 +211,7 @@ def reshard_output(module: nn.Module, spec: ShardingSpec | str) -> nn.Module:
         >>> str(double(st.distribute(torch.ones(2, 2), "[tp, -]")).sharding_spec())
         '[-, tp]'
     """
-    module.register_forward_hook(resharding(as_spec(spec)))
+    module.register_forward_hook(partial(resharded, as_spec(spec)))
     return module
 
 
@@ -225,12 +224,8 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
     return module
 
 
-def resharding(spec: ShardingSpec) -> Hook:
-    """Return the hook of `reshard_output`."""
-    return partial(_resharded, spec)
-
-
-def _resharded(spec: ShardingSpec, module: nn.Module, args: Any, output: Any) -> Any:
+def resharded(spec: ShardingSpec, module: nn.Module, args: Any, output: Any) -> Any:
+    """Return a ShardedTensor in the layout of `spec`: the hook of `reshard_output`."""
     return output.reshard(spec) if isinstance(output, ShardedTensor) else output
 
 
@@ -241,32 +236,3 @@ def collecting(module: nn.Module, args: Any, output: Any) -> torch.Tensor | Any:
     local, spec = output.local_tensor(), output.sharding_spec()
     is_row = isinstance(spec, ChunkShardingSpec) and local.shape[spec.dim] == 1
     return local.squeeze(spec.dim) if is_row else local  # type: ignore[attr-defined]
-
-
-def named_params_with_sharded_tensor(
-    module: nn.Module, prefix: str = "", recurse: bool = True
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter of a module, then every ShardedTensor that it holds as a plain attribute.
-
-    Args:
-        module: any module.
-        prefix: added before every name, with a dot.
-        recurse: include submodules.
-
-    Yields:
-        name and tensor; parameters in the order of `named_parameters`; a tensor with two names once.
-
-    Example:
-        >>> module = nn.Linear(2, 1)
-        >>> [name for name, _ in named_params_with_sharded_tensor(module)]
-        ['weight', 'bias']
-    """
-    seen = set()
-    for name, param in module.named_parameters(prefix=prefix, recurse=recurse):
-        seen.add(id(param))
-        yield name, param
-    for owner_name, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
-        for name, value in vars(owner).items():
-            if isinstance(value, ShardedTensor) and id(value) not in seen:
-                seen.add(id(value))
-                yield (f"{owner_name}.{name}" if owner_name else name), value

@@ -10,11 +10,11 @@ import attrs
 from torch import nn
 
 from shardtensor.errors import NotTraced, ShardTensorError
+from shardtensor.parallel.model_info import model_info
 from shardtensor.plan.findings.checking import OF_FLOWS, errors_of
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.reading import read_plan
-from shardtensor.sharding.model_info import model_info
 from shardtensor.trace.example import with_noise
 from shardtensor.trace.small import small_configs, with_layers
 from shardtensor.trace.step import kind_of_layer, lists_of_layers

@@ -22,6 +22,8 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.comm.redistribute import take
 from shardtensor.errors import NotTraced, ShardTensorError
 from shardtensor.layout.layout import replicated
+from shardtensor.parallel.model_info import model_info
+from shardtensor.parallel.shard_module import shard_module
 from shardtensor.plan.findings.checking import OF_FLOWS, errors_of
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.loading import load_plan
@@ -29,8 +31,6 @@ from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding.model_info import model_info
-from shardtensor.sharding.shard_module import shard_module
 from shardtensor.sim.simulate import simulate
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 from shardtensor.trace.borders import TOLERANCE, TORCH, Recorder

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardtensor.errors import PlanError, ShardTensorError, SpecError
+from shardtensor.parallel.model_info import model_info
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.interop.adapters import resolve_with_adapters
 from shardtensor.plan.interop.derived import Part, Rules, derived_parts
@@ -26,7 +27,6 @@ from shardtensor.plan.match.patterns import starred
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.reading import read_plan
-from shardtensor.sharding.model_info import model_info
 from shardtensor.trace.case import MOST, few_layers_of, small_module
 from shardtensor.trace.check import check_numeric
 from shardtensor.trace.example import example_step

@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardtensor.errors import NotTraced
 from shardtensor.mesh import Ranks, axes_along
+from shardtensor.parallel.shard_module import shard_module
 from shardtensor.plan.estimates.estimate import Collective, TracedStep
 from shardtensor.plan.match.patterns import matches, starred, unwrapped
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding.shard_module import shard_module
 from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.traffic import counting_world
 from shardtensor.tensor.sharded_tensor import local_of

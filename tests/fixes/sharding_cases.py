@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from sharding.test_dispatch_options import EXPERTS, PLAN, TOP_K, WIDTH, Block
+from parallel.test_dispatch_options import EXPERTS, PLAN, TOP_K, WIDTH, Block
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardtensor as st
 from fixes.case import Act, Case, grid, mlp
+from shardtensor.parallel.hooks import register_hook
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding.hooks import register_hook
 
 COLUMN = {"weight": "[tp, -]", "bias": "[tp]", "out": "[..., tp]"}
 ROW = {"weight": "[-, tp]", "bias": "replicate", "in": "[..., tp]", "out": "partial(tp) -> replicate"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import device
-from sharding.decoder import HEAD, Decoder, rules
+from parallel.decoder import HEAD, Decoder, rules
 from torch import nn
 from torch.distributed.tensor import Shard
 

@@ -16,9 +16,9 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.comm.streams import Streams
 from shardtensor.errors import CallMismatchError, DisagreementError, RuleError
 from shardtensor.fsdp import fully_shard
+from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.fsdp.unused import UnusedCheck
 from shardtensor.mesh import Mesh
-from shardtensor.parallel.data_mesh import DataMesh
 
 sim = pytest.mark.worlds("sim")
 both = pytest.mark.worlds("sim", "gloo")

@@ -19,8 +19,8 @@ import torch
 import transformers
 from torch import nn
 
+from shardtensor.parallel.model_info import model_info
 from shardtensor.plan.models.model import Model, TensorInfo
-from shardtensor.sharding.model_info import model_info
 
 MODELS = Path(__file__).parents[1] / "plan" / "models"
 

@@ -22,12 +22,12 @@ from shardtensor.optim.named_params import (
     ParamRecord,
     StalenessCheck,
     changed,
+    named_params_with_sharded_tensor,
     params_text,
     read_groups,
     read_pairs,
 )
 from shardtensor.optim.state import sharded_value
-from shardtensor.parallel.parameter import named_params_with_sharded_tensor
 
 CPU = torch.device("cpu")
 

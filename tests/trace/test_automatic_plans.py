@@ -12,8 +12,8 @@ from harness.architectures import off_after_three_steps, small_model
 from torch import nn
 
 import shardtensor as st
+from shardtensor.parallel.model_info import model_info
 from shardtensor.plan.interop.adapters import resolve_with_adapters
-from shardtensor.sharding.model_info import model_info
 from shardtensor.trace.example import example_step
 from shardtensor.trace.imported import automatic_plan, imported_plan
 

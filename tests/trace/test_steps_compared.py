@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness.tiny.bert import BertModel
-from sharding.family_plans import FAMILIES, SPECS, plan_for
+from parallel.family_plans import FAMILIES, SPECS, plan_for
 from torch import nn
 
 import shardtensor as st

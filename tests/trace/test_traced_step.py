@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.tiny import mixtral
-from sharding import family_plans
-from sharding.decoder import Decoder
+from parallel import family_plans
+from parallel.decoder import Decoder
 from torch import nn
 
 import shardtensor as st
 from shardtensor.comm import primitives, process_group
 from shardtensor.mesh import read_mesh
+from shardtensor.parallel import expert_dispatch
 from shardtensor.plan.loading import load_plan
-from shardtensor.sharding import expert_dispatch
 from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.world import ProcessState
 from shardtensor.trace.step import trace_step

@@ -1,3 +1,3 @@
 """The names of ``torch.distributed._shard.sharding_plan.api``."""
 
-from shardtensor.sharding.plan import ShardingPlan, ShardingPlanner
+from shardtensor.parallel.sharding_plan import ShardingPlan, ShardingPlanner

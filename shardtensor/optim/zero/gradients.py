@@ -16,11 +16,11 @@ import torch
 from shardtensor.comm.group import Group, Pending
 from shardtensor.comm.streams import Streams
 from shardtensor.errors import RuleError
+from shardtensor.fsdp.backward_reducer import BackwardReducer
+from shardtensor.fsdp.gradient_buckets import Gradient
 from shardtensor.layout.ranges import REDUCE_BUFFERS
 from shardtensor.optim.named_params import ParamRecord
 from shardtensor.optim.zero.values import ParamBucket
-from shardtensor.parallel.backward_reducer import BackwardReducer
-from shardtensor.parallel.gradient_buckets import Gradient
 from shardtensor.tensor.bucket import GradientBuffer
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrapper_over
 

@@ -16,6 +16,7 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import LayoutError, RuleError, ShardTensorError
+from shardtensor.fsdp.backward_reducer import reduced_already
 from shardtensor.layout.partition import Partition
 from shardtensor.optim.state import start_state
 from shardtensor.optim.update_units import UpdateUnit, update_unit
@@ -38,7 +39,6 @@ from shardtensor.optim.zero.offload import OffloadedState
 from shardtensor.optim.zero.part_step import PartStep
 from shardtensor.optim.zero.state import HeldState, PartitionedState
 from shardtensor.optim.zero.state_dicts import StateDicts
-from shardtensor.parallel.backward_reducer import reduced_already
 
 if TYPE_CHECKING:
     from shardtensor.optim.zero.ddp_hooks import DDPOverlap

@@ -16,6 +16,7 @@ from harness.tiny.names import unnumbered
 from harness.tiny.sizes import Sizes
 from harness.tiny.world import small_plan, smaller_axes
 from shardtensor.errors import SpecError
+from shardtensor.parallel.model_info import model_info
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.line import Line
 from shardtensor.plan.match.resolve import resolve
@@ -23,7 +24,6 @@ from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Resolved
 from shardtensor.plan.text.reading import read_plan
-from shardtensor.sharding.model_info import model_info
 from shardtensor.spec.nodes import Spec
 from shardtensor.spec.parse import parse_spec
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,20 @@ from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import PlanError, ShardTensorError
 from shardtensor.fsdp.api import move_rest
-from shardtensor.parallel.memory import become, load_keeps_layouts
-from shardtensor.parallel.parameter import collecting, resharding, scatter
+from shardtensor.parallel import expert_dispatch  # noqa: F401  (its hook registers itself)
+from shardtensor.parallel.job import ShardingJob, Target, count_as_before, work_of
+from shardtensor.parallel.module_changes import Binder, ModuleChange, restore_class
+from shardtensor.parallel.parameter import collecting, resharded, scatter
+from shardtensor.parallel.sharding_plan import Sharder, ShardingPlan
+from shardtensor.parallel.stores import is_called, keep_as_before
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.patterns import WRAPPERS
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding import expert_dispatch  # noqa: F401  (its hook registers itself)
-from shardtensor.sharding.job import ShardingJob, Target, count_as_before, work_of
-from shardtensor.sharding.module_changes import Binder, ModuleChange, restore_class
-from shardtensor.sharding.plan import Sharder, ShardingPlan
-from shardtensor.sharding.stores import is_called, keep_as_before
 from shardtensor.spec.nodes import ShardingSpec
 from shardtensor.tensor.convert import drop_weak_references, flatten_again
+from shardtensor.tensor.memory import become, load_keeps_layouts, owned
 from shardtensor.tensor.placing import own_device
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 PlanLike = Plan | ShardingPlan | Mapping[str, ShardingSpec | str | Sharder] | str | Path
 
@@ -229,20 +230,16 @@ def _wrapper(target: Target, group: Group, src_rank: int, process_group: Any) ->
     tensor, spec, layout = target.tensor, target.spec, target.layout
     if layout is None:
         return spec.shard(tensor, src_rank=src_rank, process_group=process_group)
-    local = scatter(tensor.detach(), layout, group, src_rank, target.device).requires_grad_(tensor.requires_grad)
-    return wrap(local, layout, spec, group)
-
-
-def _raise(fault: ShardTensorError | None) -> None:
-    if fault is not None:
-        raise fault
+    return scatter(tensor, spec, layout, group, src_rank, target.device)
 
 
 def swap_all(
-    tensors: Sequence[Any], others: Sequence[Any], agreed: Callable[[ShardTensorError | None], None] = _raise
+    tensors: Sequence[Any], others: Sequence[Any], agreed: Callable[[ShardTensorError | None], None] | None = None
 ) -> None:
-    """Turn each tensor into the other at its position. `agreed` gets the error if one cannot be changed, else None; if
-    it raises, those that were changed are turned back."""
+    """Turn each tensor into the other at its position; those that were changed are turned back if one cannot be.
+
+    `agreed` gets the error, or None, and may raise that of another rank.
+    """
     done: list[tuple[Any, Any, Any]] = []
     fault: ShardTensorError | None = None
     try:
@@ -253,7 +250,10 @@ def swap_all(
                 done.append((tensor, other, grad))
         except ShardTensorError as error:
             fault = error
-        agreed(fault)
+        if agreed is not None:
+            agreed(fault)
+        elif fault is not None:
+            raise fault
     except BaseException:
         for tensor, other, grad in reversed(done):
             torch.utils.swap_tensors(tensor, other)
@@ -263,7 +263,7 @@ def swap_all(
 
 def _hook(module: nn.Module, found: ShardingJob) -> None:
     """Set the hooks of a plan; each module keeps the handles of its own."""
-    hooks = [(path, resharding(spec)) for path, spec in found.rules.outputs]
+    hooks: list[tuple[str, Any]] = [(path, partial(resharded, spec)) for path, spec in found.rules.outputs]
     for path, hook in [*hooks, *((path, collecting) for path in found.rules.local_outputs)]:
         owner = module.get_submodule(path)
         owner.__dict__.setdefault(_HANDLES, []).append(owner.register_forward_hook(hook))
@@ -276,8 +276,7 @@ def _hook(module: nn.Module, found: ShardingJob) -> None:
 def _fill_on_load(module: nn.Module, group: Group) -> None:
     """Make ``load_state_dict`` allocate the tensors on the meta device."""
     for owner in module.modules():
-        tensors = [*owner._parameters.values(), *owner._buffers.values()]
-        if any(tensor is not None and tensor.is_meta for tensor in tensors):
+        if any(tensor.is_meta for _, tensor in owned(owner)):
             handle = load_keeps_layouts(owner, group)
             if handle is not None:
                 owner.__dict__.setdefault(_HANDLES, []).append(handle)

@@ -13,12 +13,12 @@ from shardtensor.comm.redistribute import Move, move_along
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.layout.route import DimStep
+from shardtensor.parallel.flow_hooks import FlowHook, FlowPreHook, Result, Wrapping, arguments
 from shardtensor.parallel.layers import LayerFlow, Moves, ParallelLayer, fused, layer_class
 from shardtensor.plan.flows.flow import Axes, Flow, cuts, flow_route, partial_axes
 from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.flows.layer_flows import LayerWork, layer_work
 from shardtensor.plan.flows.modules import Layer, StatedFlows
-from shardtensor.sharding.flow_hooks import FlowHook, FlowPreHook, Result, Wrapping, arguments
 from shardtensor.spec.nodes import Cut, Spec
 
 Sizes = Mapping[Axes, tuple[int, ...]]

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, PlanError, ShardTensorError
-from shardtensor.parallel.memory import Location, become, put_in_place, with_memory
 from shardtensor.tensor.drawing import agree_on_state
+from shardtensor.tensor.memory import Location, become, owned, put_in_place, with_memory
 from shardtensor.tensor.placing import device_for, own_device
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
@@ -215,11 +215,6 @@ _UNSET = 0xAB
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def owned(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the tensors that a module itself owns."""
-    return ((n, t) for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None)
 
 
 def on_meta(module: nn.Module) -> list[MetaTensor]:

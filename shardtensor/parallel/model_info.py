@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardtensor.parallel.layers import layer_class
 from shardtensor.parallel.parameter import dim_names
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo, kind_named
+from shardtensor.tensor.memory import owned
 
 
 def model_info(module: nn.Module, source: str = "", *, all_buffers: bool = False) -> Model:
@@ -39,7 +39,10 @@ def model_info(module: nn.Module, source: str = "", *, all_buffers: bool = False
     for path, part in module.named_modules(remove_duplicate=False):
         path = unwrapped(path)
         modules[path] = _module(part)  # a wrapper comes before its module, which has the same path and replaces it
-        for name, tensor, is_buffer in _own(part, all_buffers):
+        for name, tensor in owned(part):
+            is_buffer = name in part._buffers
+            if is_buffer and not all_buffers and name in part._non_persistent_buffers_set:
+                continue
             full = f"{path}.{name}" if path else name
             dtype = str(tensor.dtype).removeprefix("torch.")
             shape, dims = tuple(tensor.shape), None if is_buffer else dim_names(part, name)
@@ -49,14 +52,14 @@ def model_info(module: nn.Module, source: str = "", *, all_buffers: bool = False
     return Model(tuple(tensors.values()), source or type(module).__name__, modules, tied, _config(module))
 
 
-def _own(module: nn.Module, all_buffers: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield the parameters and buffers of a module itself, and whether each is a buffer."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter, False
-    for name, buffer in module._buffers.items():
-        if buffer is not None and (all_buffers or name not in module._non_persistent_buffers_set):
-            yield name, buffer, True
+def modules_by_path(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules by their paths in plans: the wrapped module, not its wrapper."""
+    return {unwrapped(path): part for path, part in module.named_modules(remove_duplicate=False)}
+
+
+def own_paths(module: nn.Module) -> dict[str, str]:
+    """Return the paths of modules as the module has them, by their paths in plans."""
+    return {unwrapped(path): path for path, _ in module.named_modules(remove_duplicate=False)}
 
 
 def _module(module: nn.Module) -> ModuleInfo:

@@ -19,7 +19,7 @@ import shardtensor as st
 from shardtensor.comm.group import Pending
 from shardtensor.comm.process_group import as_group
 from shardtensor.ops import linear
-from shardtensor.sharding import flow_hooks
+from shardtensor.parallel import flow_hooks
 from shardtensor.sim.counting_group import CountingGroup
 
 WIDTH, TOKENS = 5, 12

@@ -11,8 +11,8 @@ import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError
 from shardtensor.fsdp import fully_shard
+from shardtensor.fsdp.data_mesh import DataMesh, _named
 from shardtensor.mesh import Mesh
-from shardtensor.parallel.data_mesh import DataMesh, _named
 
 
 def test_ranks_are_found_by_the_names_of_axes():

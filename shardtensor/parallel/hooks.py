@@ -19,12 +19,12 @@ from shardtensor.comm.collectives import sum_gradient
 from shardtensor.comm.group import Group, group_along
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import PlanError
+from shardtensor.parallel.module_changes import dim_sizes_of
 from shardtensor.plan.flows.flow import cuts
 from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.flows.modules import is_inside
 from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
-from shardtensor.sharding.module_changes import dim_sizes_of
 from shardtensor.spec.nodes import Cut, Spec
 from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap

@@ -17,12 +17,12 @@ import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import DisagreementError, PlanError, ShardTensorError
 from shardtensor.mesh import Mesh
+from shardtensor.parallel.hooks import Use, register_hook
+from shardtensor.parallel.model_info import model_info
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import canonical_lines
-from shardtensor.sharding.hooks import Use, register_hook
-from shardtensor.sharding.model_info import model_info
 
 both = pytest.mark.worlds("sim", "gloo")
 sim = pytest.mark.worlds("sim")

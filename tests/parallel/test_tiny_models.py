@@ -13,13 +13,13 @@ from harness.tiny.world import small_plan
 from plan.recorded_models import FROM_DIMS, MORE_WORLDS, NAMES, OTHERS, case_id, config_path, recorded, resolved_for
 
 from shardtensor.errors import SpecError
+from shardtensor.parallel.model_info import model_info
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import model_from_dims
 from shardtensor.plan.models.model import TensorInfo
 from shardtensor.plan.resolved import Resolved
-from shardtensor.sharding.model_info import model_info
 from shardtensor.trace.check import check_numeric
 
 Case = tuple[str, str, int, dict[str, Any]]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from shardtensor.errors import LayoutError, RuleError
-from shardtensor.parallel.gradient_buckets import Gradient
+from shardtensor.fsdp.gradient_buckets import Gradient
 
 
 class Reduction(Protocol):

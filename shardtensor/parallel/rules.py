@@ -13,7 +13,9 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import MissingParameterError, PlanError, SpecError
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.mesh import Mesh
+from shardtensor.parallel.model_info import model_info, own_paths
 from shardtensor.parallel.parameter import find
+from shardtensor.parallel.sharding_plan import Sharder, ShardingPlan
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Line
@@ -23,8 +25,6 @@ from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.python_rules import lines
 from shardtensor.plan.resolved import Placed, Resolved
-from shardtensor.sharding.model_info import model_info
-from shardtensor.sharding.plan import Sharder, ShardingPlan
 from shardtensor.spec.nodes import Replicate, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 from shardtensor.tensor.placing import mesh_of
@@ -79,7 +79,7 @@ def read_rules(module: nn.Module, rules: ShardingPlan | Mapping[str, Any], group
     for line in kept:
         _refuse(module, model, tree, line, sharders)
     opaque = {name: x.value.spec for x in kept if isinstance(x.value, Opaque) for name in tree.tensors(x.pattern)}
-    names = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
+    names = own_paths(module)
     fault = "Only `ShardingSpec` is supported as output_plan for `{}`"
     return Rules(
         Plan(Axes(_mesh(group, kept)), tuple(kept), is_part=True),

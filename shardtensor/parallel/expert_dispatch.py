@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.errors import PlanError
 from shardtensor.parallel.experts import UNCOMPILED, chosen, combined, place, stacked
+from shardtensor.parallel.hooks import NewForward, Site, Use, register_hook
 from shardtensor.parallel.tokens import dispatch, experts_per_rank, find_fault
-from shardtensor.sharding.hooks import NewForward, Site, Use, register_hook
 from shardtensor.tensor.sharded_tensor import local_of
 
 _STACKS = ("gate_up_proj", "down_proj")

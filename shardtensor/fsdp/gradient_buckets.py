@@ -12,8 +12,8 @@ from torch import nn
 
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, RuleError
+from shardtensor.fsdp.data_mesh import DataAxes
 from shardtensor.layout.ranges import ANYWHERE, lay_out_whole
-from shardtensor.parallel.data_mesh import DataAxes
 from shardtensor.tensor.bucket import Bucket, GradientBuffer, allocate, free
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 

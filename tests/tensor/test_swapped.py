@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardtensor.errors import RuleError
-from shardtensor.parallel.memory import swap
+from shardtensor.tensor.memory import swap
 
 
 def test_a_tensor_to_which_something_refers_for_a_moment_is_swapped_after_that():

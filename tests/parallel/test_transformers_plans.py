@@ -14,7 +14,7 @@ import torch
 
 import shardtensor as st
 from shardtensor.cli.main import main
-from shardtensor.sharding.model_info import model_info
+from shardtensor.parallel.model_info import model_info
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from shardtensor.sharding.model_info import model_info
+from shardtensor.parallel.model_info import model_info
 
 
 class Attention(nn.Module):

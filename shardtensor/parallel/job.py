@@ -14,8 +14,14 @@ from shardtensor.comm.group import Group, group_on_mesh
 from shardtensor.errors import LayoutError, PlanError, RuleError, ShardTensorError
 from shardtensor.layout.layout import Layout
 from shardtensor.mesh import Mesh
+from shardtensor.parallel.hooks import Site, Use, called
 from shardtensor.parallel.layers import layer_class
+from shardtensor.parallel.model_info import model_info, modules_by_path, own_paths
+from shardtensor.parallel.module_changes import Binder, ModuleChange, module_changes
 from shardtensor.parallel.parameter import bound, find, shards_itself
+from shardtensor.parallel.rules import Rules, axes_of_flows, read_rules, with_the_rest
+from shardtensor.parallel.sharding_plan import ShardingPlan
+from shardtensor.parallel.stores import FSDPConfig
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.checking import check_plan
 from shardtensor.plan.findings.finding import Finding
@@ -28,12 +34,6 @@ from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import ModuleFlows, Resolved, canonical_lines
-from shardtensor.sharding.hooks import Site, Use, called
-from shardtensor.sharding.model_info import model_info
-from shardtensor.sharding.module_changes import Binder, ModuleChange, module_changes
-from shardtensor.sharding.plan import ShardingPlan
-from shardtensor.sharding.rules import Rules, axes_of_flows, read_rules, with_the_rest
-from shardtensor.sharding.stores import FSDPConfig
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.tensor.placing import bind_named, device_for, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -133,21 +133,16 @@ class ShardingJob:
         left = [finding for path, finding in self.flows.takers.to_hooks.items() if path not in taken]
         if left:
             raise PlanError(text_report(left))
-        return module_changes(self._modules, self.flows, self._sharded, binder, self.plain_layers)
+        return module_changes(modules_by_path(self.module), self.flows, self._sharded, binder, self.plain_layers)
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
         """What each hook will do."""
         if self.flows is None:
             return ()
-        root, modules, flows = self.module, self._modules, self.flows
+        root, modules, flows = self.module, modules_by_path(self.module), self.flows
         sites = (Site(path, root.get_submodule(path), root, self.group, flows, modules) for path, _ in self.hooks)
         return tuple(called(hook, site) for (_, hook), site in zip(self.hooks, sites, strict=True))
-
-    @property
-    def _modules(self) -> dict[str, nn.Module]:
-        """The modules by their paths in plans: the wrapped module, not its wrapper."""
-        return {unwrapped(path): module for path, module in self.module.named_modules(remove_duplicate=False)}
 
     @cached_property
     def _sharded(self) -> dict[str, frozenset[str]]:
@@ -202,7 +197,7 @@ def work_of(
     if plan.is_part and resolved.modules:
         flows = flows_of(with_the_rest(module, resolved, targets), is_whole=False)
         _raise(flows.findings(), PlanError)
-    paths = {unwrapped(name): name for name, _ in module.named_modules(remove_duplicate=False)}
+    paths = own_paths(module)
     module_flows = {paths[path]: each for path, each in resolved.modules.items()}
     return ShardingJob(
         module,

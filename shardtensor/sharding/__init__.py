@@ -1,1 +1,0 @@
-"""Whole modules sharded by rules: `shard_module`, `unshard_module`, torch's `ShardingPlan`."""
