@@ -55,7 +55,7 @@ def _inputs(
         given = {"labels": x} if "labels" in names else {}
         given |= {"decoder_input_ids": x} if "decoder_input_ids" in names and not given else {}
     elif isinstance(first, nn.Conv2d):
-        size = 4 * max(first.kernel_size)
+        size = getattr(getattr(module, "config", None), "image_size", 4 * max(first.kernel_size))
         x = torch.randn(shape[0], first.in_channels, size, size, generator=g, dtype=dtype)
     elif isinstance(first, nn.Linear):
         x = torch.randn(*shape, first.in_features, generator=g, dtype=dtype)

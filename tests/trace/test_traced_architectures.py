@@ -14,8 +14,8 @@ import torch
 from harness import FULL
 from harness.quick import sampled
 from harness.tiny import mixtral
+from parallel.family_plans import FAMILIES, plan_for
 from plan.configs import LLAMA_8B
-from sharding.family_plans import FAMILIES, plan_for
 from test_traced_step import _in_turn, of_family, traced, train
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,10 +24,10 @@ import shardtensor as st
 from shardtensor.cli.model_source import transformers_model
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import NotTraced
+from shardtensor.parallel import expert_dispatch
+from shardtensor.parallel.model_info import model_info
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.plan import Plan
-from shardtensor.sharding import expert_dispatch
-from shardtensor.sharding.model_info import model_info
 from shardtensor.sim.simulate import SimGroup, simulate
 from shardtensor.trace.example import example_step
 from shardtensor.trace.kernels import FusedKernels
