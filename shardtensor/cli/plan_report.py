@@ -61,24 +61,24 @@ def costs(resolved: Resolved, options: argparse.Namespace) -> dict[str, Any]:
         step = tracer_of(options, plan.config)(plan, options.batch, batch.seq)
     except NotTraced as error:
         why_not = str(error)
-    kept = step.activation_bytes if step is not None else 0
+    kept, live = (step.activation_bytes, step.peak_bytes) if step is not None else (0, 0)
     held = {"optimizer": options.optimizer, "zero": options.zero, "master_weights": options.master_weights}
     found = plan_bytes(resolved, **held)
     memory = {
-        "most": _held(found.most, found.most_rank, kept),
-        "least": _held(found.least, found.least_rank, kept),
+        "most": _held(found.most, found.most_rank, kept, live),
+        "least": _held(found.least, found.least_rank, kept, live),
     }
     room = options.memory or profile.memory_bytes
     if options.rank is not None:
         own = rank_bytes(resolved, options.rank, **held)
-        memory["rank"] = _held(own, options.rank, kept)
+        memory["rank"] = _held(own, options.rank, kept, live)
     report = {
         **_head(options, resolved, batch),
         "mesh": str(plan.axes.mesh),
         "data_ranks": data_ranks(resolved),
         "memory": memory,
         "memory_bytes": room,
-        "fits": memory["most"]["total"] <= room,
+        "fits": memory["most"]["peak"] <= room,
     }
     if step is None:
         return {**report, "not_counted": why_not}
@@ -151,8 +151,11 @@ def _seq(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
     return options.seq or min([TOKENS, *(n for n in lengths if type(n) is int and n > 0)])
 
 
-def _held(held: RankBytes, rank: int, kept: int) -> dict[str, int]:
-    return {"rank": rank, **attrs.asdict(held), "activations": kept, "total": held.total + kept}
+def _held(held: RankBytes, rank: int, kept: int, live: int) -> dict[str, int]:
+    """Return the bytes that a rank holds; `live` are the most at one time that its forward and backward make."""
+    total = held.total + kept
+    peak = held.total - held.gradients - held.gathered + live if live else total
+    return {"rank": rank, **attrs.asdict(held), "activations": kept, "total": total, "peak": peak}
 
 
 def _step(step: StepSeconds, batch: Batch) -> dict[str, float]:
@@ -177,7 +180,9 @@ def _head(options: argparse.Namespace, counted: Resolved | Model, batch: Batch) 
 _ROWS = 12
 """The number of modules whose activations are printed."""
 
-_BYTES = ("parameters", "gradients", "optimizer", "master_weights", "buffers", "gathered", "activations", "total")
+_BYTES = (
+    "parameters", "gradients", "optimizer", "master_weights", "buffers", "gathered", "activations", "total", "peak",
+)  # fmt: skip
 
 
 def show_plan(report: dict[str, Any], console: Console | None = None) -> None:
@@ -195,7 +200,7 @@ def show_plan(report: dict[str, Any], console: Console | None = None) -> None:
         if any(held[name] for held in columns.values()):
             table.add_row(name.replace("_", " "), *(bytes_text(held[name], 2) for held in columns.values()))
     console.print(table)
-    needed, room = bytes_text(memory["most"]["total"], 2), bytes_text(report["memory_bytes"], 2)
+    needed, room = bytes_text(memory["most"]["peak"], 2), bytes_text(report["memory_bytes"], 2)
     if report["fits"]:
         console.print(f"fits into {room}\n", highlight=False)
     else:

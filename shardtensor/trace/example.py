@@ -90,7 +90,8 @@ def _inputs_of_transformers(
         given["decoder_input_ids"] = ids
     elif "labels" in names and main == "input_ids":
         given["labels"] = ids
-    if "use_cache" in names or "kwargs" in names:
+    on_meta = any(each.is_meta for each in module.parameters())  # without a cache, the code reads values of positions
+    if ("use_cache" in names or "kwargs" in names) and not on_meta:
         given["use_cache"] = False
     return given
 

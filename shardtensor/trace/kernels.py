@@ -14,7 +14,8 @@ class FusedKernels(TorchFunctionMode):
     """A mode in which meta tensors compute as with fused kernels, so that FLOPs and saved bytes are those of a GPU.
 
     `scaled_dot_product_attention` calls the operation of a kernel: otherwise torch multiplies all pairs of tokens, and
-    autograd saves these. A product of groups of tokens with a weight for each is one product, whose FLOPs count.
+    autograd saves these. `rms_norm` is one operation, not several that save their results. A product of groups of
+    tokens with a weight for each is one product, whose FLOPs count.
 
     Example:
         >>> q = torch.empty(1, 2, 1024, 8, device="meta", requires_grad=True)
@@ -30,15 +31,22 @@ class FusedKernels(TorchFunctionMode):
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and type(args[0]) is torch.Tensor and _is_of_kernels(*args[:3]):
+        if func is F.scaled_dot_product_attention and _has_kernel(
+            *args[:3], shares_keys=bool(kwargs.get("enable_gqa"))
+        ):
             return _fused(*args, **kwargs)
         if func is torch._grouped_mm and args[0].is_meta and args[0].dim() == 2 and args[1].dim() == 3:
             return args[0] @ args[1][0]  # kernels refuse some sizes and dtypes
+        if func is F.rms_norm and args[0].is_meta:  # one kernel, which saves as much as that of the layer norm
+            weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+            return F.layer_norm(args[0], args[1], weight)
         return func(*args, **kwargs)
 
 
-def _is_of_kernels(query: torch.Tensor, *others: torch.Tensor) -> bool:
-    return query.is_meta and query.dim() == 4 and all(each.dim() == 4 for each in others)
+def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, shares_keys: bool) -> bool:
+    """Whether a fused kernel computes this attention: in float32 none does if heads share keys."""
+    is_plain = type(query) is torch.Tensor and query.is_meta and query.dim() == key.dim() == value.dim() == 4
+    return is_plain and (query.element_size() == 2 or not shares_keys)
 
 
 def _fused(

@@ -7,6 +7,7 @@ Nothing is guessed: the counts are those of the calls by the module's own code a
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from shardtensor.sim.traffic import counting_world
 from shardtensor.tensor.sharded_tensor import local_of
 from shardtensor.tensor.trees import tensors_in
 from shardtensor.trace.kernels import FusedKernels
+from shardtensor.trace.live import LiveBytes
 
 Step = Callable[[nn.Module], torch.Tensor]
 
@@ -71,16 +73,18 @@ def trace_step(
         base, others = few_layers(module)
     few = _run(base, plan, step, rank)
     calls, kept, flops, recomputed = few.calls.copy(), few.kept.copy(), few.flops, few.recomputed
+    peak = few.live.peak
     for more, times in others:
         found = _run(more, plan, step, rank)
         calls = _with_layers(calls, few.calls, found.calls, times)
         flops += times * (found.flops - few.flops)
         recomputed += times * (found.recomputed - few.recomputed)
+        peak += times * (found.live.peak - few.live.peak)
         for where, size in found.kept.items():
             kept[where] += times * (size - few.kept[where])
     collectives = tuple(attrs.evolve(each, calls=count) for each, count in calls.items() if count > 0)
     by_module = tuple((where, size) for where, size in kept.most_common() if size)
-    return TracedStep(collectives, flops, kept.total() + few.restored, recomputed, by_module)
+    return TracedStep(collectives, flops, kept.total() + few.restored, recomputed, by_module, peak)
 
 
 @contextmanager
@@ -147,6 +151,7 @@ class _Counted:
         self.flops = self.recomputed = 0.0
         self.kept: Counter[str] = Counter()
         self.restored = 0
+        self.live = LiveBytes()
         self.flop_counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops})
         self.phase: Any = ""
         self.inside: list[tuple[str, nn.Module | None]] = [("", None)]
@@ -190,11 +195,12 @@ class _Counted:
                 self._new(local_of(tensor))
 
     def _new(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of a tensor's storage the first time; it stays, so that no other one gets its address."""
+        """Return the bytes of a tensor's storage the first time."""
         storage = tensor.untyped_storage()
-        if storage._cdata in self._storages:
+        seen = self._storages.get(storage._cdata)
+        if seen is not None and seen() is storage:  # another one may have its address
             return 0
-        self._storages[storage._cdata] = storage
+        self._storages[storage._cdata] = weakref.ref(storage)
         return storage.nbytes()
 
     def own(self, module: nn.Module) -> None:
@@ -253,7 +259,7 @@ def _run(module: nn.Module, plan: Plan, step: Step, rank: int) -> _Counted:
             wrapper = checkpoint_wrapper(module.get_submodule(path), checkpoint_fn=counted.checkpoint)
             module.get_submodule(above).register_module(name, wrapper)
         counted.own(module)
-        with _paths(module, counted), counted.flop_counter:
+        with _paths(module, counted), counted.flop_counter, counted.live:
             with FusedKernels(), torch.autograd.graph.saved_tensors_hooks(counted.keep, lambda tensor: tensor):
                 counted.phase = "forward"
                 loss = step(module)

@@ -69,6 +69,7 @@ class TracedStep:
             recompute one checkpointed module.
         recomputed_flops: those of `flops` that recompute checkpointed modules.
         kept: the bytes that autograd saves in forward, by module, the most first; numbers of layers as ``*``.
+        peak_bytes: the most bytes at one time of all tensors that forward and backward make, gradients too.
     """
 
     collectives: tuple[Collective, ...]
@@ -76,6 +77,7 @@ class TracedStep:
     activation_bytes: int
     recomputed_flops: float = 0.0
     kept: tuple[tuple[str, int], ...] = ()
+    peak_bytes: int = 0
 
 
 @attrs.frozen
