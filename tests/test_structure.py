@@ -20,11 +20,11 @@ spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 52_200
+LINES = 52_150
 IN_CIRCLES: dict[str, int] = {}
 DEFINED_TWICE = 25
 LATE_IMPORTS = 16
-OF_ONE_IMPORTER = 56
+OF_ONE_IMPORTER = 55
 """What there is today of each; a commit that takes some away lowers the number, and only a feature raises it."""
 
 OWN_CODE = {"broadcast_object", "custom_ops", "ported", "rrefs"}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -16,9 +15,8 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from shardtensor.checkpoint.decoding import StoredTensor
+from shardtensor.checkpoint.encoding import StoredTensor, scalar_json, torch_json
 from shardtensor.checkpoint.files import index_text
-from shardtensor.checkpoint.items import dtype_name
 from shardtensor.checkpoint.manifest import INDEX, NAME, FileRecord, Manifest, TensorRecord, folder_of
 from shardtensor.checkpoint.sources import CONFIG, SourceCheckpoint
 from shardtensor.checkpoint.storage import Folder
@@ -120,13 +118,8 @@ def _as_json(found: dict[str, str], value: Any, path: str) -> Any:
         tagged = {"$tensor": name}
         return {"$numpy": tagged} if value.is_array else tagged
     if isinstance(value, torch.Tensor):
-        return {"$scalar": [dtype_name(value.dtype), encode(value.item(), path, lambda item, where: None)]}
-    if isinstance(value, torch.dtype | torch.device):
-        return {"$dtype" if isinstance(value, torch.dtype) else "$device": str(value).removeprefix("torch.")}
-    array = sys.modules.get("numpy")
-    if array is not None and isinstance(value, array.generic):
-        return {"$numpy": _as_json(found, torch.from_numpy(array.array(value)), path)}
-    return None
+        return scalar_json(value.dtype, value.item())
+    return torch_json(value, path)
 
 
 def _placed_models(source: SourceCheckpoint, folder: Folder) -> dict[str, _Placed]:

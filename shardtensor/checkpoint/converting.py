@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.futures import Future
 
 from shardtensor.checkpoint.converted_files import in_batches, write_hf, write_own
-from shardtensor.checkpoint.decoding import StoredTensor, dtype_named, replaced, stored_in
+from shardtensor.checkpoint.encoding import StoredTensor, dtype_named, replaced, stored_in
 from shardtensor.checkpoint.folders import PARTIAL
 from shardtensor.checkpoint.sources import SourceCheckpoint, cause_of, open_source
 from shardtensor.checkpoint.storage import Folder

@@ -15,7 +15,7 @@ from torch import nn, optim
 
 from shardtensor.checkpoint.checksums import fingerprints
 from shardtensor.checkpoint.contents import collect, models_of, optimizer_state, sections
-from shardtensor.checkpoint.decoding import decoded, dtype_named, final, stored_in
+from shardtensor.checkpoint.encoding import decoded, dtype_named, final, stored_in
 from shardtensor.checkpoint.loadable import Loadable, Loads, of_user
 from shardtensor.checkpoint.optimizer_targets import load_by_name, optimizer_targets
 from shardtensor.checkpoint.progress import ByteProgress

@@ -10,7 +10,7 @@ import torch
 from torch import optim
 
 from shardtensor.checkpoint.contents import inner_class, module_of
-from shardtensor.checkpoint.decoding import StoredTensor, dtype_named, replaced
+from shardtensor.checkpoint.encoding import StoredTensor, dtype_named, replaced
 from shardtensor.checkpoint.manifest import TensorRecord
 from shardtensor.checkpoint.targets import ReadTarget, device_to_be, target_of
 from shardtensor.checkpoint.together import fault_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardtensor.checkpoint.decoding import decoded, dtype_named, final, stored_in
+from shardtensor.checkpoint.encoding import decoded, dtype_named, final, stored_in
 from shardtensor.checkpoint.loadable import Loadable, of_user
 from shardtensor.checkpoint.manifest import TensorRecord, rank_file
 from shardtensor.checkpoint.random_states import rng_state, set_rng_state

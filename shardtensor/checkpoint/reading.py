@@ -16,7 +16,7 @@ import attrs
 import torch
 from xxhash import xxh3_64
 
-from shardtensor.checkpoint.decoding import dtype_named
+from shardtensor.checkpoint.encoding import dtype_named
 from shardtensor.checkpoint.exchange import region_view
 from shardtensor.checkpoint.reads import (
     BUFFER_BYTES,

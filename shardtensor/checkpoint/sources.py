@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from shardtensor.checkpoint.decoding import StoredTensor, decoded, dtype_named
+from shardtensor.checkpoint.encoding import StoredTensor, decoded, dtype_named
 from shardtensor.checkpoint.items import dtype_name
 from shardtensor.checkpoint.manifest import NAME
 from shardtensor.checkpoint.reading import OpenFiles, Reading, fill, verify
