@@ -74,10 +74,10 @@ def write_own(source: SourceCheckpoint, folder: Folder) -> None:
         own = {f"{section}/{name}": value for name, value in model.items() if isinstance(value, StoredTensor)}
         aliases |= {name: first[value.name] for name, value in own.items() if name not in placed}
     files = _write_files(source, folder, placed.values())
-    records = {
-        name: TensorRecord(source.outlines[each.name].shape, source.outlines[each.name].dtype, file=each.file)
-        for name, each in placed.items()
-    }
+    records = {}
+    for name, each in placed.items():
+        outline = source.outlines[each.name]
+        records[name] = TensorRecord(outline.shape, outline.dtype, file=each.file)
     manifest = Manifest(
         library=__version__,
         step=state.step,

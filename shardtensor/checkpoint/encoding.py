@@ -14,10 +14,11 @@ from typing import Any
 import attrs
 import torch
 
-from shardtensor.checkpoint.items import Item, dtype_name, item_of
+from shardtensor.checkpoint.items import Item, item_of
 from shardtensor.checkpoint.values import decode, encode, tensor_name
 from shardtensor.comm.group import Group
 from shardtensor.errors import CheckpointError
+from shardtensor.layout.explain import dtype_name
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 

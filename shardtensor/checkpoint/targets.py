@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from shardtensor.checkpoint.contents import state_tensors
-from shardtensor.checkpoint.items import dtype_name
 from shardtensor.checkpoint.manifest import TensorRecord
 from shardtensor.checkpoint.reads import key_in
 from shardtensor.checkpoint.stored import Stored
 from shardtensor.comm.group import Group
 from shardtensor.errors import CheckpointError
+from shardtensor.layout.explain import dtype_name
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.parallel.memory import put_in_place, with_memory
 from shardtensor.tensor.dispatch import is_dtensor

@@ -15,6 +15,7 @@ from shardtensor.comm import process_group
 from shardtensor.comm.backend_support import BackendSupport
 from shardtensor.comm.group import Counts, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction, overwrite
 from shardtensor.comm.process_group import reduce_group
+from shardtensor.layout.explain import dtype_name
 from shardtensor.mesh import Mesh, Ranks, as_ranks, read_mesh
 from shardtensor.sim.channel import Call, Slot
 from shardtensor.sim.world import Member, World
@@ -115,14 +116,14 @@ class SimGroup(Group):
         counts = [t.numel()] * self.size if counts is None else list(counts)
         assert counts[self.index] == t.numel(), "this rank's count is not its number of elements"
         slot = self._post(
-            *("all_gather", f"{_counts(counts)} of {_name(t.dtype)}", (tuple(counts), t.dtype)),
+            *("all_gather", f"{_counts(counts)} of {dtype_name(t.dtype)}", (tuple(counts), t.dtype)),
             *(_SUPPORT.to_move(t), _concatenated),
         )
         return _Started(self, slot, lambda full: _SUPPORT.from_move(full.clone(), t))
 
     def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
-        text = f"send {_counts(send_counts)}, receive {_counts(recv_counts)} of {_name(flat.dtype)}"
+        text = f"send {_counts(send_counts)}, receive {_counts(recv_counts)} of {dtype_name(flat.dtype)}"
         result = self._route("all_to_all", text, flat, send_counts, recv_counts)
         return result if out is None else out.copy_(result)
 
@@ -160,7 +161,7 @@ class SimGroup(Group):
             assert len(parts) == self.size, "one part for each member"
             flat = torch.cat([part.detach().reshape(-1).to(like.device, like.dtype) for part in parts])
             send = [part.numel() for part in parts]
-        text = f"{count} {_name(like.dtype)} from rank {self.ranks[src_index]}"
+        text = f"{count} {dtype_name(like.dtype)} from rank {self.ranks[src_index]}"
         return self._route("scatter", text, flat, send, recv, (src_index,))
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
@@ -273,12 +274,8 @@ def _range(flat: torch.Tensor, counts: Sequence[int], index: int, scale: int) ->
     return flat.narrow(0, sum(counts[:index]) * scale, counts[index] * scale)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _elements(t: torch.Tensor) -> str:
-    return f"{t.numel()} {_name(t.dtype)}"
+    return f"{t.numel()} {dtype_name(t.dtype)}"
 
 
 def _counts(counts: Sequence[int]) -> str:
