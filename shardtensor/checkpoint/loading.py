@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -17,13 +18,15 @@ from shardtensor.checkpoint.checksums import fingerprints
 from shardtensor.checkpoint.contents import collect, models_of, optimizer_state, sections
 from shardtensor.checkpoint.encoding import decoded, dtype_named, final, stored_in
 from shardtensor.checkpoint.loadable import Loadable, Loads, of_user
+from shardtensor.checkpoint.manifest import TensorRecord, rank_file
 from shardtensor.checkpoint.optimizer_targets import load_by_name, optimizer_targets
 from shardtensor.checkpoint.progress import ByteProgress
-from shardtensor.checkpoint.rank_state import rank_targets
+from shardtensor.checkpoint.random_states import rng_state, set_rng_state
 from shardtensor.checkpoint.reading import OpenFiles, Reading, fill, verify
 from shardtensor.checkpoint.saving import wait_for_save
 from shardtensor.checkpoint.stored import Stored, open_checkpoint
 from shardtensor.checkpoint.targets import ReadTarget, model_targets, target_of
+from shardtensor.checkpoint.tensor_file import DTYPES
 from shardtensor.checkpoint.together import agree_or_raise, fault_of
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
@@ -137,11 +140,9 @@ class _Loading:
         for section, each in sections("scheduler", scheduler, ()).items():
             self.objects.append(of_user(section, each, self._whole(self._value(section))))
         loaders = sections("dataloader", dataloader, ())
-        sets_rng = bool(optimizers) if rng is None else rng
-        if loaders or sets_rng:
-            targets, loads = rank_targets(self.stored, self.group, loaders, rng=sets_rng)
-            self.targets += targets
-            self.objects += loads
+        own: dict[str, Any] = {**loaders, "rng": None} if (bool(optimizers) if rng is None else rng) else loaders
+        if own:
+            self._plan_own(own)
         if "extra" in self.stored.manifest.values:
             self.extra = self._whole(self._value("extra"))
         self.reading = Reading.of(self.targets, self.stored)
@@ -183,13 +184,56 @@ class _Loading:
             )
         return decoded(manifest.values[section], manifest.tensors)
 
-    def _whole(self, value: Any) -> Callable[[], Any]:
-        """Plan to read the tensors of a value, whole, to the CPU; return a function that then returns the value."""
+    def _plan_own(self, objects: Mapping[str, Any]) -> None:
+        """Plan to load what the checkpoint holds for each rank: the states of dataloaders and random generators (None).
+
+        A rank loads its own state. In a world of another size it loads state that was equal on all ranks; random
+        generators that were not are left as they are.
+        """
+        stored, group = self.stored, self.group
+        files = [name for name in stored.manifest.files if name.startswith("state/")]
+        mine = rank_file(group.rank, stored.manifest.world)
+        is_same_world = len(files) == group.size and mine in files
+        if not files:
+            if list(objects) != ["rng"]:
+                raise CheckpointError("the checkpoint holds no state of a dataloader", fix="load without dataloader=")
+            return
+        read = [mine] if is_same_world else files
+        stored.open_headers(read)
+        values = [_values(stored, file) for file in read]
+        entries = [stored.headers[file].entries for file in read]
+        records = {key: TensorRecord(x.shape, DTYPES[x.format], file=read[0]) for key, x in entries[0].items()}
+        for name, owner in objects.items():
+            value = decoded(values[0].get(name), entries[0])
+            is_equal = all(each.get(name) == values[0].get(name) for each in values) and all(
+                each[found.name].sums == entries[0][found.name].sums for each in entries for found in stored_in(value)
+            )
+            if owner is None and (name not in values[0] or not is_equal):
+                continue
+            if name not in values[0]:
+                raise CheckpointError(f'the checkpoint holds no "{name}"', fix="load without dataloader=")
+            if not is_equal:
+                raise CheckpointError(
+                    f'"{name}" has another state on each rank, and the number of ranks has changed',
+                    {"saved by": f"{len(files)} ranks", "here": f"{group.size} ranks"},
+                    "load without dataloader=, and start it anew",
+                )
+            saved = self._whole(value, records)
+            self.objects.append(
+                Loadable(name, rng_state, set_rng_state, saved) if owner is None else of_user(name, owner, saved)
+            )
+
+    def _whole(self, value: Any, own: Mapping[str, TensorRecord] | None = None) -> Callable[[], Any]:
+        """Plan to read the tensors of a value, whole, to the CPU; return a function that then returns the value.
+
+        `own` are the records of tensors in the file of one rank, which lists them under their full names.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for found in stored_in(value):
-            record = self.stored.manifest.tensors[found.name]
+            record = (self.stored.manifest.tensors if own is None else own)[found.name]
             tensors[found.name] = torch.empty(record.shape, dtype=dtype_named(record.dtype))
-            self.targets.append(target_of(found.name, record, tensors[found.name], self.group))
+            target = target_of(found.name, record, tensors[found.name], self.group)
+            self.targets.append(target if own is None else attrs.evolve(target, key=found.name))
         return lambda: final(value, tensors)
 
     def run(self, call: str) -> Any:
@@ -247,3 +291,10 @@ class _Loading:
                 {"fingerprint": found[differing[0]], "saved": manifest.fingerprint[differing[0]]},
                 "do not train on; report this as an error of the library, with the layouts of both runs",
             )
+
+
+def _values(stored: Stored, file: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(stored.headers[file].metadata["rank_values"]))
+    except (KeyError, ValueError, TypeError, RecursionError):
+        raise CheckpointError(f'the file "{file}" is damaged: it has no values of its rank') from None
