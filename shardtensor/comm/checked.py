@@ -146,10 +146,6 @@ class CheckedGroup(Group):
         return self._group.for_other_thread()  # not checked: ranks would have to call it in one order with the others
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
-        if len(ranks) == self.size:
-            return self
-        if len(ranks) == 1 or self.rank not in ranks:
-            return self._group.subgroup(ranks)
         own = self._rendezvous
         rendezvous = Rendezvous(own.statuses, f"part of {own.name}", ranks, own.timeout_s)
         _wait(rendezvous, f"new_group {len(ranks)} ranks")  # torch would wait for a missing member for minutes

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtensor.comm.group import Counts, Group, NonMemberGroup, SingleRankGroup, check_reduction
+from shardtensor.comm.group import Counts, Group, check_reduction, scatter_route
 from shardtensor.comm.process_group import reduce_group
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
@@ -62,15 +62,9 @@ class CountingGroup(Group):
         return result if out is None else out.copy_(result)
 
     def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
-        send, recv = [0] * self.size, [0] * self.size
-        recv[src_index] = count
-        own = like.new_zeros(count)
-        if self.index == src_index:
-            assert parts is not None, "the source gives the parts"
-            send = [part.numel() for part in parts]
-            own = parts[self.index].detach().reshape(-1).to(like.device, like.dtype, copy=True)
+        flat, send, recv = scatter_route(self, parts, count, src_index, like)
         self._count_route("scatter", like, send, recv)
-        return own
+        return self._own(flat, send).clone() if self.index == src_index else like.new_zeros(count)
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         is_source = self.index == src_index
@@ -92,12 +86,6 @@ class CountingGroup(Group):
         self.count("barrier", self.ranks, 0, 0)
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
-        if self.rank not in ranks:
-            return NonMemberGroup(self.rank, ranks)
-        if len(ranks) == 1:
-            return SingleRankGroup(self.rank, device_type=self.device_type)
-        if len(ranks) == self.size:
-            return self
         return CountingGroup(self.rank, as_ranks(ranks), self.count, self.device_type)
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:

@@ -225,8 +225,8 @@ def test_gloo_moves_what_stands_on_a_gpu(gpu_world, size):
 
 def test_a_rank_that_is_alone_along_an_axis_keeps_its_kind_of_device():
     group = object.__new__(TorchGroup)
-    group.rank, group.size, group.device_type = 2, 4, "cuda"
-    assert group._make_subgroup((2,)).device_type == "cuda"
+    group.rank, group.ranks, group.size, group.device_type, group._subgroups = 2, range(4), 4, "cuda", {}
+    assert group.subgroup((2,)).device_type == "cuda"
 
 
 # -- into memory that is given ----------------------------------------------------------------------------------------
