@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
@@ -23,7 +23,7 @@ from shardtensor.optim.zero.arguments import (
     OWN_KEYS,
     REDUCED_TWICE,
     agree_on,
-    as_list,
+    as_groups,
     check_arguments,
     copy_group,
     copy_options,
@@ -33,7 +33,6 @@ from shardtensor.optim.zero.arguments import (
 from shardtensor.optim.zero.division import Division
 from shardtensor.optim.zero.forward import ForwardWaits
 from shardtensor.optim.zero.gradients import PartitionedGradients
-from shardtensor.optim.zero.join import JoinableStep
 from shardtensor.optim.zero.offload import OffloadedState
 from shardtensor.optim.zero.part_step import PartStep
 from shardtensor.optim.zero.state import HeldState, PartitionedState
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 
-class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
+class ZeroRedundancyOptimizer(StateDicts, Joinable):
     """Step parameters that are replicated on all ranks, with the optimizer state partitioned among the ranks.
 
     Every rank calls `step` with equal gradients, as DistributedDataParallel or `data_parallel` compute them. Each rank
@@ -126,7 +125,7 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         bucket_mib: float | None = None,
         **defaults: Any,
     ) -> None:
-        groups = as_list(params)
+        groups = as_groups(params)
         self._arguments = {"optimizer_class": optimizer_class, "process_group": process_group, **defaults} | {
             "parameters_as_bucket_view": parameters_as_bucket_view,
             "overlap_with_ddp": overlap_with_ddp,
@@ -145,7 +144,7 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         self._options = defaults
         self._is_built = False
         optim.Optimizer.__init__(self, groups, defaults)
-        JoinableStep.__init__(self)
+        Joinable.__init__(self)
         self._is_built = True
         self.group: Group = one_axis(as_group(process_group))
         self.process_group = self.group.process_group
@@ -229,7 +228,7 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
             return
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        super().add_param_group(as_list([param_group])[0])
+        super().add_param_group(as_groups([param_group])[0])
         group = self.param_groups[-1]
         try:
             agree_on(self.group, "add_param_group", "", [group], self.names.values(), self._reduced_already())
@@ -354,3 +353,32 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
             yield
         finally:
             gradients.is_on = before
+
+    # -- torch.distributed.algorithms.Join --------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook by which a rank without inputs left takes part in the steps of the others.
+
+        Another joinable has to set the gradients on that rank before; DDP's does not.
+
+        Raises:
+            RuleError: such a rank runs no backward, in which `overlap_gradients` reduces.
+        """
+        if self.gradients is not None:
+            raise RuleError(
+                "a rank without inputs left runs no backward, so it cannot take part in reductions there",
+                fix="leave overlap_gradients out, and pass Join a Joinable before this one that averages gradients",
+            )
+        hook = JoinHook()
+        hook.main_hook = self.step_again  # type: ignore[method-assign]
+        return hook
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self._all_params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of the ranks."""
+        return self.process_group
