@@ -18,8 +18,8 @@ from itertools import accumulate, product
 import attrs
 
 from shardtensor.layout.box import Box, runs, whole
-from shardtensor.layout.pieces import Blocked, Pieces
-from shardtensor.mesh import Ranks, coordinate
+from shardtensor.layout.pieces import Blocked, Pieces, listed, padded
+from shardtensor.mesh import Ranks, coordinate, index_along
 
 Shape = tuple[int, ...]
 
@@ -146,10 +146,7 @@ class MeshLayout(Layout):
 
     def piece(self, cut: DimCut, place: tuple[int, ...]) -> int:
         """Return the index of the shard of a dim at a coordinate of the grid."""
-        index = 0
-        for axis in cut.axes:
-            index = index * self.grid[axis] + place[axis]
-        return index
+        return index_along(cut.axes, self.grid, place)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         place = coordinate(self.ranks, self.grid, rank)
@@ -263,23 +260,19 @@ class FlatLayout(Layout):
     def sharding_axes(self) -> tuple[int, ...]:
         return tuple(sorted({*self.inner.cut_axes, *self.axes}))
 
+    def pieces(self, local: Shape) -> Pieces:
+        """Return the ranges of a flattened inner local tensor of this shape."""
+        if self.sizes is not None:
+            return listed(self.sizes)
+        unit = self.unit or max(math.prod(local[1:]), 1)
+        return padded(math.prod(local), math.prod(self.grid[axis] for axis in self.axes), 1, unit)
+
     def span(self, rank: int) -> tuple[int, int]:
         """Return the range of the flattened inner local tensor that a rank holds."""
         place = coordinate(self.ranks, self.grid, rank)
         if place is None:
             return (0, 0)
-        local = self.inner.local_shape(rank)
-        total = math.prod(local)
-        index, count = 0, 1
-        for axis in self.axes:
-            index, count = index * self.grid[axis] + place[axis], count * self.grid[axis]
-        if self.sizes is not None:
-            start = sum(self.sizes[:index])
-            return (start, start + self.sizes[index])
-        unit = self.unit or max(math.prod(local[1:]), 1)
-        units = -(-total // unit)
-        step = -(-units // count) * unit
-        return (min(index * step, total), min((index + 1) * step, total))
+        return self.pieces(self.inner.local_shape(rank)).interval(index_along(self.axes, self.grid, place))
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         start, stop = self.span(rank)

@@ -16,7 +16,7 @@ import attrs
 
 from shardtensor.layout.layout import DimCut, Layout, MeshLayout, Shape
 from shardtensor.layout.pieces import Blocked, Interval, Pieces, chunked, listed
-from shardtensor.mesh import Mesh
+from shardtensor.mesh import Mesh, index_along
 
 # The largest number of blocks tried for uneven shards, by the number of axes that shard the dim.
 _TRIED = {1: 64, 2: 16, 3: 8}
@@ -189,11 +189,8 @@ def _reordered(parts: Sequence[Runs], counts: tuple[int, ...], order: tuple[int,
     """Transpose `parts`, row-major over `counts`, to another order of the counts."""
     found = []
     for steps in product(*(range(counts[i]) for i in order)):
-        place = dict(zip(order, steps, strict=True))
-        index = 0
-        for i, count in enumerate(counts):
-            index = index * count + place[i]
-        found.append(parts[index])
+        place = [step for _, step in sorted(zip(order, steps, strict=True))]
+        found.append(parts[index_along(range(len(counts)), counts, place)])
     return found
 
 
