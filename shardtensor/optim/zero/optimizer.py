@@ -31,12 +31,11 @@ from shardtensor.optim.zero.arguments import (
     options_text,
 )
 from shardtensor.optim.zero.division import Division
-from shardtensor.optim.zero.forward import ForwardWaits
 from shardtensor.optim.zero.gradients import PartitionedGradients
-from shardtensor.optim.zero.offload import OffloadedState
-from shardtensor.optim.zero.part_step import PartStep
+from shardtensor.optim.zero.part_step import OffloadedState, PartStep
 from shardtensor.optim.zero.state import HeldState, PartitionedState
 from shardtensor.optim.zero.state_dicts import StateDicts
+from shardtensor.optim.zero.values import ForwardWaits
 from shardtensor.parallel.backward_reducer import reduced_already
 
 if TYPE_CHECKING:
@@ -297,7 +296,6 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
         self._division.attach()
         if self.gradients is not None:
             self.gradients.check()
-            self.gradients.refresh()
         self._forget_consolidated()
         try:
             loss = self._part.step(self.param_groups, closure, kwargs)
