@@ -72,13 +72,9 @@ def models_of(model: Any) -> dict[str, Any]:
         values = list(model.values())
         if not values or not all(isinstance(each, nn.Module | Mapping) for each in values):
             return {"model": model}  # a state dict
-    return {name: _unwrapped(each) for name, each in sections("model", model, nn.Module).items()}
-
-
-def _unwrapped(module: Any) -> Any:
-    """Return the user's module inside DistributedDataParallel and DataParallel, which put ``module.`` before names."""
-    is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
-    return module.module if is_wrapper else module
+    wrappers = nn.parallel.DistributedDataParallel | nn.DataParallel  # they put ``module.`` before names
+    found = sections("model", model, nn.Module)
+    return {name: each.module if isinstance(each, wrappers) else each for name, each in found.items()}
 
 
 def config_texts(models: Mapping[str, Any]) -> dict[str, str]:

@@ -6,7 +6,8 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import nn, optim
 from shardtensor.checkpoint.checksums import fingerprints
 from shardtensor.checkpoint.contents import collect, models_of, optimizer_state, sections
 from shardtensor.checkpoint.encoding import decoded, dtype_named, final, stored_in
-from shardtensor.checkpoint.loadable import Loadable, Loads, of_user
 from shardtensor.checkpoint.manifest import TensorRecord, rank_file
 from shardtensor.checkpoint.optimizer_targets import load_by_name, optimizer_targets
 from shardtensor.checkpoint.progress import ByteProgress
@@ -103,6 +103,64 @@ def load(
     return found
 
 
+@attrs.frozen(eq=False)
+class _Loadable:
+    """An object whose state is loaded: its name, functions that return and set its state, and the saved state."""
+
+    name: str
+    state: Callable[[], Any]
+    load: Callable[[Any], None]
+    saved: Callable[[], Any]
+
+
+def _of_user(name: str, owner: Any, saved: Callable[[], Any]) -> _Loadable:
+    """Return the loadable of an object with ``state_dict`` and ``load_state_dict``."""
+    return _Loadable(name, lambda: copy.deepcopy(owner.state_dict()), owner.load_state_dict, saved)
+
+
+class _Loads:
+    """The loads of one checkpoint into objects; if a later step fails, `undo` sets their earlier states."""
+
+    def __init__(self, group: Group, call: str) -> None:
+        self._group, self._call = group, call
+        self._before: list[tuple[_Loadable, Any]] = []
+
+    def load(self, loadables: Iterable[_Loadable]) -> None:
+        """Load the saved states. All ranks of the group call it, with the same objects.
+
+        Raises:
+            CheckpointError: on every rank: an object of a rank did not take its state; all have their earlier states.
+        """
+        fault = None
+        for each in loadables:
+            try:
+                self._before.append((each, each.state()))
+                each.load(each.saved())
+            except Exception as error:  # user code raises anything
+                fault = CheckpointError(
+                    f'"{each.name}" does not take the saved state; nothing has been loaded',
+                    {"why": f"{type(error).__name__}: {error}"[:400]},
+                    "load it into an object of the class that was saved",
+                )
+                break
+        self.agree(fault)
+
+    def agree(self, fault: CheckpointError | None) -> None:
+        """Raise on every rank, and set the earlier states, if a rank has a fault."""
+        try:
+            agree_or_raise(self._group, self._call, {}, fault)
+        except Exception:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Set the earlier states of all objects, the last one first."""
+        for each, state in reversed(self._before):
+            with suppress(Exception):  # an object that cannot even take its own state
+                each.load(state)
+        self._before.clear()
+
+
 @attrs.define
 class _Loading:
     """One load: the tensors to read, and the objects that take their state when these are read.
@@ -117,8 +175,8 @@ class _Loading:
     strict: bool
     cast: bool
     targets: list[ReadTarget] = attrs.field(factory=list)
-    objects: list[Loadable] = attrs.field(factory=list)
-    optimizers: list[Loadable] = attrs.field(factory=list)
+    objects: list[_Loadable] = attrs.field(factory=list)
+    optimizers: list[_Loadable] = attrs.field(factory=list)
     install: list[Callable[[], None]] = attrs.field(factory=list)
     skipped: list[str] = attrs.field(factory=list)
     reading: Reading | None = None
@@ -136,9 +194,9 @@ class _Loading:
             targets, saved = optimizer_targets(each, models, state, tensors, self.group, strict=self.strict)
             self.targets += targets
             current, load = partial(optimizer_state, models, each), partial(load_by_name, each, models)
-            self.optimizers.append(Loadable(section, current, load, saved))
+            self.optimizers.append(_Loadable(section, current, load, saved))
         for section, each in sections("scheduler", scheduler, ()).items():
-            self.objects.append(of_user(section, each, self._whole(self._value(section))))
+            self.objects.append(_of_user(section, each, self._whole(self._value(section))))
         loaders = sections("dataloader", dataloader, ())
         own: dict[str, Any] = {**loaders, "rng": None} if (bool(optimizers) if rng is None else rng) else loaders
         if own:
@@ -171,7 +229,7 @@ class _Loading:
             def current() -> dict[str, Any]:
                 return copy.deepcopy({full: value for full, value in model.state_dict().items() if full in own})
 
-            self.objects.append(Loadable(section, current, partial(model.load_state_dict, strict=False), by_full_name))
+            self.objects.append(_Loadable(section, current, partial(model.load_state_dict, strict=False), by_full_name))
 
     def _value(self, section: str) -> Any:
         """Return the saved values of a section, with a `StoredTensor` for each tensor."""
@@ -220,7 +278,7 @@ class _Loading:
                 )
             saved = self._whole(value, records)
             self.objects.append(
-                Loadable(name, rng_state, set_rng_state, saved) if owner is None else of_user(name, owner, saved)
+                _Loadable(name, rng_state, set_rng_state, saved) if owner is None else _of_user(name, owner, saved)
             )
 
     def _whole(self, value: Any, own: Mapping[str, TensorRecord] | None = None) -> Callable[[], Any]:
@@ -243,7 +301,7 @@ class _Loading:
         """
         with OpenFiles(self.stored.folder) as files:
             agree_or_raise(self.group, call, {}, self._read(verify, files, call))
-            loads = Loads(self.group, call)
+            loads = _Loads(self.group, call)
             loads.load(self.objects)
             for install in self.install:
                 install()

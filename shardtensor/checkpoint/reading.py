@@ -105,7 +105,7 @@ class OpenFiles:
     def __getitem__(self, name: str) -> OpenFile:
         with self._lock:
             if name not in self._readers:
-                self._readers[name] = self._folder.reader(name)
+                self._readers[name] = OpenFile(self._folder, name)
             return self._readers[name]
 
     def __enter__(self) -> OpenFiles:

@@ -99,8 +99,9 @@ def model_targets(section: str, model: Any, stored: Stored, group: Group, *, str
         if name.partition("/")[0] == section
     }
     if not records and strict and tensors:
+        held = list(dict.fromkeys(name.partition("/")[0] for name in stored.manifest.tensors))
         raise CheckpointError(
-            f'the checkpoint holds no model "{section}"', {"it holds": _some(_sections(stored))}, "save it with model="
+            f'the checkpoint holds no model "{section}"', {"it holds": _some(held)}, "save it with model="
         )
     other_names: dict[str, list[str]] = {}
     for name, first in aliases.items():
@@ -229,10 +230,6 @@ def _lines(lines: list[str]) -> str:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "") or "nothing"
-
-
-def _sections(stored: Stored) -> list[str]:
-    return list(dict.fromkeys(name.partition("/")[0] for name in stored.manifest.tensors))
 
 
 def _shape(shape: tuple[int, ...]) -> str:
