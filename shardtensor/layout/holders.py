@@ -14,7 +14,7 @@ from itertools import product
 
 from shardtensor.layout.box import Box, whole
 from shardtensor.layout.layout import FlatLayout, Layout, ListedLayout, MeshLayout
-from shardtensor.layout.pieces import Blocked, Interval, Pieces
+from shardtensor.layout.pieces import Blocked, Interval, Pieces, packed, placed
 from shardtensor.mesh import coordinate, index_along
 
 
@@ -103,19 +103,9 @@ def _flat_shards(layout: FlatLayout, part: Box, index: Sequence[int]) -> list[in
     local = tuple(sum(stop - start for start, stop in intervals) for intervals in held)
     pieces = layout.pieces(local)
     found: set[int] = set()
-    for spans in product(*map(_meeting, held, part.offsets, part.ends)):
+    for spans in product(*map(placed, held, map(packed, held), part.offsets, part.ends)):
         found.update(_touched(pieces, spans, local))
     return sorted(found)
-
-
-def _meeting(intervals: Sequence[Interval], low: int, high: int) -> list[Interval]:
-    """Return the parts of a range that a shard of a dim holds, as intervals of the local tensor."""
-    found, start = [], 0
-    for a, b in intervals:
-        if max(a, low) < min(b, high):
-            found.append((start + max(a, low) - a, start + min(b, high) - a))
-        start += b - a
-    return found
 
 
 def _touched(pieces: Pieces, spans: Sequence[Interval], shape: Sequence[int]) -> list[int]:
