@@ -30,7 +30,7 @@ from shardtensor.checkpoint.tensor_file import DTYPES
 from shardtensor.checkpoint.together import agree_or_raise, fault_of
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
-from shardtensor.errors import CheckpointError
+from shardtensor.errors import CheckpointError, some
 from shardtensor.optim.fqn import plain_name
 
 
@@ -308,7 +308,7 @@ class _Loading:
             loads.load(self.optimizers)
             loads.agree(self._read(fill, files, call))
         if self.skipped and self.group.index == 0:
-            warnings.warn(f"{call}: left as they are: {', '.join(self.skipped[:8])}", stacklevel=4)
+            warnings.warn(f"{call}: left as they are: {some(self.skipped)}", stacklevel=4)
         return self.extra()
 
     def _read(

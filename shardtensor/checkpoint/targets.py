@@ -15,7 +15,7 @@ from shardtensor.checkpoint.manifest import TensorRecord
 from shardtensor.checkpoint.reads import key_in
 from shardtensor.checkpoint.stored import Stored
 from shardtensor.comm.group import Group
-from shardtensor.errors import CheckpointError
+from shardtensor.errors import CheckpointError, some
 from shardtensor.layout.explain import dtype_name
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.parallel.memory import put_in_place, with_memory
@@ -101,7 +101,7 @@ def model_targets(section: str, model: Any, stored: Stored, group: Group, *, str
     if not records and strict and tensors:
         held = list(dict.fromkeys(name.partition("/")[0] for name in stored.manifest.tensors))
         raise CheckpointError(
-            f'the checkpoint holds no model "{section}"', {"it holds": _some(held)}, "save it with model="
+            f'the checkpoint holds no model "{section}"', {"it holds": some(held) or "nothing"}, "save it with model="
         )
     other_names: dict[str, list[str]] = {}
     for name, first in aliases.items():
@@ -176,7 +176,7 @@ def _refuse_what_stays_on_meta(model: nn.Module, loaded: Mapping[str, torch.Tens
     if left:
         raise CheckpointError(
             "tensors on the meta device have no values in the checkpoint",
-            {"tensors": _some(left)},
+            {"tensors": some(left)},
             "call st.materialize(model) before the load, which computes what is not saved; for a model of transformers "
             "st.materialize(model, init=model._init_weights)",
         )
@@ -226,10 +226,6 @@ def _with_nearest(name: str, others: list[str]) -> str:
 def _lines(lines: list[str]) -> str:
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n".join([*lines[:_SHOWN], *more])
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "") or "nothing"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

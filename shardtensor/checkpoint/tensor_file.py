@@ -103,7 +103,8 @@ def read_header(read: Callable[[int, int], bytes], size: int, file: str) -> Tens
         entries = {name: _entry(each, 8 + length, sums.get(name)) for name, each in table.items()}
         is_plain = all(isinstance(x, str) for pair in metadata.items() for x in pair)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-        raise _damaged(file, "its header is not that of a safetensors file", {"why": _short(error)}) from None
+        why = f"{type(error).__name__}: {error}"[:120]
+        raise _damaged(file, "its header is not that of a safetensors file", {"why": why}) from None
     if not is_plain:
         raise _damaged(file, "its metadata is not text", {})
     end = 8 + length
@@ -163,7 +164,3 @@ def _damaged(file: str, fault: str, facts: dict[str, object]) -> CheckpointError
     return CheckpointError(
         f'the file "{file}" is damaged: {fault}; nothing has been loaded', facts, "load an earlier checkpoint"
     )
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:120]

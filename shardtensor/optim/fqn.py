@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn, optim
 
 from shardtensor.comm.agree import agree_in_groups
-from shardtensor.errors import LayoutError
+from shardtensor.errors import LayoutError, some
 from shardtensor.imports import when_imported
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.named_params import ParamRecord, record_groups
@@ -178,7 +178,7 @@ def _unknown_params(optimizer: optim.Optimizer, names: Mapping[int, str]) -> Lay
         return None
     return LayoutError(
         "the optimizer holds parameters that the model does not have",
-        {"their numbers in the optimizer": ", ".join(unknown[:8])},
+        {"their numbers in the optimizer": some(unknown)},
         "pass the model whose parameters() the optimizer was made with",
     )
 

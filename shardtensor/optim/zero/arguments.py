@@ -11,7 +11,7 @@ from torch import nn
 
 from shardtensor.comm.agree import agree, call_text
 from shardtensor.comm.group import Group
-from shardtensor.errors import LayoutError, RuleError, ShardTensorError
+from shardtensor.errors import LayoutError, RuleError, ShardTensorError, some
 from shardtensor.layout.partition import Partition
 from shardtensor.optim.named_params import params_text
 from shardtensor.optim.update_units import UpdateUnit
@@ -150,7 +150,7 @@ def agree_on(
         if sharded:
             fault = RuleError(
                 "ZeroRedundancyOptimizer steps parameters that every rank holds whole, and some are sharded",
-                {"sharded": ", ".join(sharded[:8])},
+                {"sharded": some(sharded)},
                 "step sharded parameters with ShardedOptimizer: it sends nothing",
             )
     agree(ranks, call, {"options": options, "parameters": "\n\n".join(texts)}, fault)

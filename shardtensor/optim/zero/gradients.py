@@ -15,7 +15,7 @@ import torch
 
 from shardtensor.comm.group import Group, Pending
 from shardtensor.comm.streams import Streams
-from shardtensor.errors import RuleError
+from shardtensor.errors import RuleError, some
 from shardtensor.layout.ranges import REDUCE_BUFFERS
 from shardtensor.optim.named_params import ParamRecord
 from shardtensor.optim.zero.values import ParamBucket
@@ -89,7 +89,7 @@ class PartitionedGradients:
         if late:
             raise RuleError(
                 "requires_grad was set after the last zero_grad(), so backward did not reduce these gradients",
-                {"parameters": ", ".join(late[:8])},
+                {"parameters": some(late)},
                 "call requires_grad_() before optimizer.zero_grad()",
             )
         self.refresh(trains)

@@ -6,6 +6,7 @@ They may be sent while the next forward runs, which waits for each before its fi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from shardtensor.comm.group import Group, Pending
 from shardtensor.comm.streams import Streams
 from shardtensor.comm.untraced import untraced
-from shardtensor.errors import RuleError, StaleParameterError
+from shardtensor.errors import RuleError, StaleParameterError, some
 from shardtensor.layout.partition import SENT_ALONE_BYTES, BucketPlan, steps_as_one
 from shardtensor.layout.ranges import ANYWHERE, lay_out_owned
 from shardtensor.optim.update_units import UpdateUnit
@@ -188,7 +189,7 @@ class ParamBucket:
         if shapes:
             raise RuleError(
                 "forward read parameters before they had the values of the last step",
-                {"of shapes": ", ".join(shapes[:8])},
+                {"of shapes": some(shapes)},
                 "call optimizer.wait() before forward, or pass the module whose forward reads them as module=",
             )
 
@@ -317,7 +318,7 @@ class WaitHook:
 
     def __reduce__(self) -> Any:
         self._waits.wait()  # the module is being copied
-        return NoWait, ()  # the copy has parameters of its own
+        return partial, (_do_nothing,)  # the copy has parameters of its own
 
     @untraced("the wait for new values cannot be compiled: compile submodules without fullgraph=True")
     def __call__(self, *args: Any) -> None:
@@ -328,8 +329,5 @@ class WaitHook:
                 return
 
 
-class NoWait:
+def _do_nothing(*args: Any) -> None:
     """The hook of a copy of a module."""
-
-    def __call__(self, *args: Any) -> None:
-        """Do nothing."""
