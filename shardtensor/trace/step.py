@@ -24,8 +24,7 @@ from shardtensor.plan.estimates.estimate import Collective, TracedStep
 from shardtensor.plan.match.patterns import starred, unwrapped
 from shardtensor.plan.plan import Plan
 from shardtensor.sharding.shard_module import shard_module
-from shardtensor.sim.counting_group import CountingGroup
-from shardtensor.sim.traffic import counting_world
+from shardtensor.sim.traffic import CountingGroup, counting_world
 from shardtensor.tensor.sharded_tensor import local_of
 from shardtensor.tensor.trees import tensors_in
 

@@ -16,8 +16,8 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.comm.torch_group import TorchGroup
 from shardtensor.errors import RuleError
 from shardtensor.mesh import Mesh
-from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.simulate import SimGroup
+from shardtensor.sim.traffic import CountingGroup
 
 # Elements of each rank, as much of it as there are ranks: equal, uneven, one without, one with all, nobody with any.
 COUNTS = [(3, 3, 3, 3), (5, 2, 3, 1), (4, 0, 0, 2), (0, 0, 6, 0), (0, 7, 0, 0), (0, 0, 0, 0)]
