@@ -55,6 +55,17 @@ def _rows(facts: Mapping[str, object], fix: str | Iterable[str]) -> list[tuple[s
     return rows + [(key, way) for key, way in zip(keys, ways, strict=False) if way]
 
 
+def some(names: Iterable[object], most: int = 8) -> str:
+    """Return names as one fact: the first ones, and how many more there are.
+
+    Example:
+        >>> some("abcd", 2), some([])
+        ('a, b and 2 more', '')
+    """
+    texts = list(map(str, names))
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
 class ShardTensorError(Exception):
     """Base of every error this library raises on purpose.
 

@@ -109,10 +109,7 @@ class Mesh:
 
     def rank_at(self, coord: Sequence[int]) -> int:
         """Return the global rank at a coordinate of the grid."""
-        index = 0
-        for size, i in zip(self.sizes, coord, strict=True):
-            index = index * size + i
-        return self.ranks[index]
+        return self.ranks[index_along(range(len(coord)), self.sizes, coord)]
 
     def ranks_along(self, rank: int, axes: Sequence[int]) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` only along `axes` (axis numbers), row-major over them in order."""
@@ -143,6 +140,14 @@ def coordinate(ranks: Ranks, sizes: tuple[int, ...], rank: int) -> tuple[int, ..
         index, i = divmod(index, size)
         place.append(i)
     return tuple(reversed(place))
+
+
+def index_along(axes: Iterable[int], sizes: Sequence[int], place: Sequence[int]) -> int:
+    """Return the row-major index of a coordinate of a grid of `sizes` over some of its axes."""
+    index = 0
+    for axis in axes:
+        index = index * sizes[axis] + place[axis]
+    return index
 
 
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*([0-9]+)\s*")

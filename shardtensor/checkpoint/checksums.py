@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardtensor.checkpoint.contents import collect
-from shardtensor.checkpoint.items import Item, item_of
+from shardtensor.checkpoint.items import Item
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.layout.box import Box
@@ -59,12 +59,6 @@ def fingerprint(model: Any = None, optimizer: Any = None, *, key: str = "", proc
     group = as_group(process_group)
     made = collect(group, "fingerprint", model=model, optimizer=optimizer, rng=False)
     return fingerprints({"": made.items.values()}, group, key)[""]
-
-
-def fingerprint_of(tensors: Mapping[str, Tensor], group: Group, key: str = "") -> str:
-    """Return the `fingerprint` of named tensors: sharded ones, each passed at least by the ranks of its layout, and
-    plain ones, equal on all ranks."""
-    return fingerprints({"": [item_of(name, tensor, group) for name, tensor in tensors.items()]}, group, key)[""]
 
 
 @torch.no_grad()

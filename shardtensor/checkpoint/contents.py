@@ -26,7 +26,7 @@ from shardtensor.comm.group import Group
 from shardtensor.errors import CheckpointError, ShardTensorError
 from shardtensor.fsdp.module import FSDPModule
 from shardtensor.optim.fqn import optim_state_dict, plain_name
-from shardtensor.optim.sharded_optimizer import ShardedOptimizer
+from shardtensor.optim.sharded_optimizer import ShardedOptimizer, inner_optimizer
 
 
 @attrs.define
@@ -72,13 +72,9 @@ def models_of(model: Any) -> dict[str, Any]:
         values = list(model.values())
         if not values or not all(isinstance(each, nn.Module | Mapping) for each in values):
             return {"model": model}  # a state dict
-    return {name: _unwrapped(each) for name, each in sections("model", model, nn.Module).items()}
-
-
-def _unwrapped(module: Any) -> Any:
-    """Return the user's module inside DistributedDataParallel and DataParallel, which put ``module.`` before names."""
-    is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
-    return module.module if is_wrapper else module
+    wrappers = nn.parallel.DistributedDataParallel | nn.DataParallel  # they put ``module.`` before names
+    found = sections("model", model, nn.Module)
+    return {name: each.module if isinstance(each, wrappers) else each for name, each in found.items()}
 
 
 def config_texts(models: Mapping[str, Any]) -> dict[str, str]:
@@ -227,7 +223,11 @@ def optimizer_state(models: Mapping[str, Any], optimizer: optim.Optimizer) -> di
     """Return the state and groups of an optimizer by the names of the parameters in the models, and its class."""
     module = module_of(models, optimizer)
     state = optimizer.state_dict() if module is None else optim_state_dict(module, optimizer)
-    return {"class": inner_class(optimizer), "state": state["state"], "param_groups": state["param_groups"]}
+    return {
+        "class": type(inner_optimizer(optimizer)).__name__,
+        "state": state["state"],
+        "param_groups": state["param_groups"],
+    }
 
 
 def module_of(models: Mapping[str, Any], optimizer: optim.Optimizer) -> Any:
@@ -241,9 +241,3 @@ def module_of(models: Mapping[str, Any], optimizer: optim.Optimizer) -> Any:
         f"the parameters of {type(optimizer).__name__} have no names without their model",
         fix="pass model= as well as optimizer=",
     )
-
-
-def inner_class(optimizer: optim.Optimizer) -> str:
-    """Return the name of the class whose state an optimizer holds."""
-    inner = getattr(optimizer, "_inner", None) or getattr(optimizer, "optim", None)
-    return type(inner if isinstance(inner, optim.Optimizer) else optimizer).__name__

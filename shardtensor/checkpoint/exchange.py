@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -32,14 +33,15 @@ def to_owners(planned: Sequence[Written], group: Group) -> dict[str, torch.Tenso
         for each in batch:
             item = each.item
             if replica_of(item.layout, group.rank) == each.copy and item.local.numel():
-                sends[each.owner].append(_as_bytes(item.local))
+                sends[each.owner].append(item.local.detach().contiguous().view(-1).view(torch.uint8))
             if each.owner == group.index:
                 made[item.name] = torch.empty(item.shape, dtype=item.local.dtype)
                 for rank in holders(item.layout, whole(item.shape), each.copy):
                     count = item.layout.numel(rank) * item.local.element_size()
                     receives[group.ranks.index(rank)].append((item, count))
         counts = [sum(part.numel() for part in parts) for parts in sends], [sum(n for _, n in got) for got in receives]
-        flat = _joined([part for parts in sends for part in parts], group)
+        parts = [torch.empty(0, dtype=torch.uint8), *chain(*sends)]
+        flat = torch.cat([part.to(own_device(group.device_type)) for part in parts])
         received = group.all_to_all(flat, *counts).cpu()
         at = 0
         for rank, got in zip(group.ranks, receives, strict=True):
@@ -58,17 +60,6 @@ def _rounds(planned: Sequence[Written]) -> list[list[Written]]:
         rounds.setdefault(before // ROUND_BYTES, []).append(each)
         loads[each.owner] = before + each.item.whole_bytes
     return [rounds[i] for i in sorted(rounds)]
-
-
-def _as_bytes(local: torch.Tensor) -> torch.Tensor:
-    return local.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _joined(parts: Sequence[torch.Tensor], group: Group) -> torch.Tensor:
-    device = own_device(group.device_type)
-    if not parts:
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.cat([part.to(device) for part in parts])
 
 
 def put(received: torch.Tensor, layout: Layout, rank: int, whole_tensor: torch.Tensor) -> None:

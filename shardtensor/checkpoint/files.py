@@ -71,14 +71,12 @@ def index_texts(planned: Sequence[Written]) -> dict[str, str]:
         if each.file:
             by_folder.setdefault(each.file.rpartition("model")[0], []).append(each)
     return {
-        f"{folder}{INDEX}": index_text({each.key: each.file.removeprefix(folder) for each in inner}, _bytes(inner))
+        f"{folder}{INDEX}": index_text(
+            {each.key: each.file.removeprefix(folder) for each in inner}, sum(each.item.whole_bytes for each in inner)
+        )
         for folder, inner in by_folder.items()
         if len({each.file for each in inner}) > 1
     }
-
-
-def _bytes(planned: Sequence[Written]) -> int:
-    return sum(each.item.whole_bytes for each in planned)
 
 
 def index_text(files: Mapping[str, str], size_bytes: int) -> str:

@@ -61,13 +61,6 @@ def checkpoints_in(parent: Folder) -> Iterator[Found]:
             yield read_manifest(manifest_text(settled(folder))), folder
 
 
-def checkpoints_like(folder: Folder, pattern: str) -> Iterator[Found]:
-    """Yield the checkpoints beside a folder whose names, with # for each number, are `pattern`."""
-    for manifest, other in checkpoints_in(folder.parent):
-        if re.sub(r"\d+", "#", other.name) == pattern:
-            yield manifest, other
-
-
 def manifest_text(folder: Folder) -> str:
     """Return the text of the manifest of a checkpoint.
 

@@ -10,6 +10,7 @@ import torch
 from shardtensor.checkpoint.tensor_file import ITEM_BYTES
 from shardtensor.comm.group import Group
 from shardtensor.errors import CheckpointError
+from shardtensor.layout.explain import dtype_name
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.dtensor import from_dtensor
@@ -38,11 +39,6 @@ class Item:
     def whole_bytes(self) -> int:
         """The bytes of the whole tensor."""
         return math.prod(self.shape) * self.local.element_size()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype: ``float32``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def item_of(name: str, tensor: torch.Tensor, group: Group | None, *, is_of_first: bool = False) -> Item:

@@ -13,7 +13,7 @@ from torch import nn
 from shardtensor.checkpoint.live_ranks import RankChange
 from shardtensor.checkpoint.live_state import FollowingOptimizer, StateOutline, TensorPart
 from shardtensor.comm.agree import name_ranks
-from shardtensor.errors import PlanError, RuleError
+from shardtensor.errors import PlanError, RuleError, some
 from shardtensor.fsdp.state import plain_class
 from shardtensor.parallel.job import ShardingJob
 from shardtensor.parallel.shard_module import PlanLike, job_of, take_off
@@ -57,7 +57,7 @@ def outline_of(
     without = [name for name, x in kept.items() if x.is_meta]
     if without:
         fix = "call materialize(module), or load a checkpoint, first"
-        raise RuleError("tensors without values cannot move", {"on the meta device": ", ".join(without[:8])}, fix)
+        raise RuleError("tensors without values cannot move", {"on the meta device": some(without)}, fix)
     layouts = {name: ranks.layout_of(x) if isinstance(x, ShardedTensor) else None for name, x in kept.items()}
     parts = {name: TensorPart(tuple(x.shape), x.dtype, layouts[name]) for name, x in kept.items()}
     with_grad = tuple(name for name, x in kept.items() if local_of(x).grad is not None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,19 +17,20 @@ from torch import nn, optim
 
 from shardtensor.checkpoint.checksums import fingerprints
 from shardtensor.checkpoint.contents import collect, models_of, optimizer_state, sections
-from shardtensor.checkpoint.decoding import decoded, dtype_named, final, stored_in
-from shardtensor.checkpoint.loadable import Loadable, Loads, of_user
+from shardtensor.checkpoint.encoding import decoded, dtype_named, final, stored_in
+from shardtensor.checkpoint.manifest import TensorRecord, rank_file
 from shardtensor.checkpoint.optimizer_targets import load_by_name, optimizer_targets
 from shardtensor.checkpoint.progress import ByteProgress
-from shardtensor.checkpoint.rank_state import rank_targets
+from shardtensor.checkpoint.random_states import rng_state, set_rng_state
 from shardtensor.checkpoint.reading import OpenFiles, Reading, fill, verify
 from shardtensor.checkpoint.saving import wait_for_save
 from shardtensor.checkpoint.stored import Stored, open_checkpoint
 from shardtensor.checkpoint.targets import ReadTarget, model_targets, target_of
+from shardtensor.checkpoint.tensor_file import DTYPES
 from shardtensor.checkpoint.together import agree_or_raise, fault_of
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
-from shardtensor.errors import CheckpointError
+from shardtensor.errors import CheckpointError, some
 from shardtensor.optim.fqn import plain_name
 
 
@@ -100,6 +103,64 @@ def load(
     return found
 
 
+@attrs.frozen(eq=False)
+class _Loadable:
+    """An object whose state is loaded: its name, functions that return and set its state, and the saved state."""
+
+    name: str
+    state: Callable[[], Any]
+    load: Callable[[Any], None]
+    saved: Callable[[], Any]
+
+
+def _of_user(name: str, owner: Any, saved: Callable[[], Any]) -> _Loadable:
+    """Return the loadable of an object with ``state_dict`` and ``load_state_dict``."""
+    return _Loadable(name, lambda: copy.deepcopy(owner.state_dict()), owner.load_state_dict, saved)
+
+
+class _Loads:
+    """The loads of one checkpoint into objects; if a later step fails, `undo` sets their earlier states."""
+
+    def __init__(self, group: Group, call: str) -> None:
+        self._group, self._call = group, call
+        self._before: list[tuple[_Loadable, Any]] = []
+
+    def load(self, loadables: Iterable[_Loadable]) -> None:
+        """Load the saved states. All ranks of the group call it, with the same objects.
+
+        Raises:
+            CheckpointError: on every rank: an object of a rank did not take its state; all have their earlier states.
+        """
+        fault = None
+        for each in loadables:
+            try:
+                self._before.append((each, each.state()))
+                each.load(each.saved())
+            except Exception as error:  # user code raises anything
+                fault = CheckpointError(
+                    f'"{each.name}" does not take the saved state; nothing has been loaded',
+                    {"why": f"{type(error).__name__}: {error}"[:400]},
+                    "load it into an object of the class that was saved",
+                )
+                break
+        self.agree(fault)
+
+    def agree(self, fault: CheckpointError | None) -> None:
+        """Raise on every rank, and set the earlier states, if a rank has a fault."""
+        try:
+            agree_or_raise(self._group, self._call, {}, fault)
+        except Exception:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Set the earlier states of all objects, the last one first."""
+        for each, state in reversed(self._before):
+            with suppress(Exception):  # an object that cannot even take its own state
+                each.load(state)
+        self._before.clear()
+
+
 @attrs.define
 class _Loading:
     """One load: the tensors to read, and the objects that take their state when these are read.
@@ -114,8 +175,8 @@ class _Loading:
     strict: bool
     cast: bool
     targets: list[ReadTarget] = attrs.field(factory=list)
-    objects: list[Loadable] = attrs.field(factory=list)
-    optimizers: list[Loadable] = attrs.field(factory=list)
+    objects: list[_Loadable] = attrs.field(factory=list)
+    optimizers: list[_Loadable] = attrs.field(factory=list)
     install: list[Callable[[], None]] = attrs.field(factory=list)
     skipped: list[str] = attrs.field(factory=list)
     reading: Reading | None = None
@@ -133,15 +194,13 @@ class _Loading:
             targets, saved = optimizer_targets(each, models, state, tensors, self.group, strict=self.strict)
             self.targets += targets
             current, load = partial(optimizer_state, models, each), partial(load_by_name, each, models)
-            self.optimizers.append(Loadable(section, current, load, saved))
+            self.optimizers.append(_Loadable(section, current, load, saved))
         for section, each in sections("scheduler", scheduler, ()).items():
-            self.objects.append(of_user(section, each, self._whole(self._value(section))))
+            self.objects.append(_of_user(section, each, self._whole(self._value(section))))
         loaders = sections("dataloader", dataloader, ())
-        sets_rng = bool(optimizers) if rng is None else rng
-        if loaders or sets_rng:
-            targets, loads = rank_targets(self.stored, self.group, loaders, rng=sets_rng)
-            self.targets += targets
-            self.objects += loads
+        own: dict[str, Any] = {**loaders, "rng": None} if (bool(optimizers) if rng is None else rng) else loaders
+        if own:
+            self._plan_own(own)
         if "extra" in self.stored.manifest.values:
             self.extra = self._whole(self._value("extra"))
         self.reading = Reading.of(self.targets, self.stored)
@@ -170,7 +229,7 @@ class _Loading:
             def current() -> dict[str, Any]:
                 return copy.deepcopy({full: value for full, value in model.state_dict().items() if full in own})
 
-            self.objects.append(Loadable(section, current, partial(model.load_state_dict, strict=False), by_full_name))
+            self.objects.append(_Loadable(section, current, partial(model.load_state_dict, strict=False), by_full_name))
 
     def _value(self, section: str) -> Any:
         """Return the saved values of a section, with a `StoredTensor` for each tensor."""
@@ -183,13 +242,56 @@ class _Loading:
             )
         return decoded(manifest.values[section], manifest.tensors)
 
-    def _whole(self, value: Any) -> Callable[[], Any]:
-        """Plan to read the tensors of a value, whole, to the CPU; return a function that then returns the value."""
+    def _plan_own(self, objects: Mapping[str, Any]) -> None:
+        """Plan to load what the checkpoint holds for each rank: the states of dataloaders and random generators (None).
+
+        A rank loads its own state. In a world of another size it loads state that was equal on all ranks; random
+        generators that were not are left as they are.
+        """
+        stored, group = self.stored, self.group
+        files = [name for name in stored.manifest.files if name.startswith("state/")]
+        mine = rank_file(group.rank, stored.manifest.world)
+        is_same_world = len(files) == group.size and mine in files
+        if not files:
+            if list(objects) != ["rng"]:
+                raise CheckpointError("the checkpoint holds no state of a dataloader", fix="load without dataloader=")
+            return
+        read = [mine] if is_same_world else files
+        stored.open_headers(read)
+        values = [_values(stored, file) for file in read]
+        entries = [stored.headers[file].entries for file in read]
+        records = {key: TensorRecord(x.shape, DTYPES[x.format], file=read[0]) for key, x in entries[0].items()}
+        for name, owner in objects.items():
+            value = decoded(values[0].get(name), entries[0])
+            is_equal = all(each.get(name) == values[0].get(name) for each in values) and all(
+                each[found.name].sums == entries[0][found.name].sums for each in entries for found in stored_in(value)
+            )
+            if owner is None and (name not in values[0] or not is_equal):
+                continue
+            if name not in values[0]:
+                raise CheckpointError(f'the checkpoint holds no "{name}"', fix="load without dataloader=")
+            if not is_equal:
+                raise CheckpointError(
+                    f'"{name}" has another state on each rank, and the number of ranks has changed',
+                    {"saved by": f"{len(files)} ranks", "here": f"{group.size} ranks"},
+                    "load without dataloader=, and start it anew",
+                )
+            saved = self._whole(value, records)
+            self.objects.append(
+                _Loadable(name, rng_state, set_rng_state, saved) if owner is None else _of_user(name, owner, saved)
+            )
+
+    def _whole(self, value: Any, own: Mapping[str, TensorRecord] | None = None) -> Callable[[], Any]:
+        """Plan to read the tensors of a value, whole, to the CPU; return a function that then returns the value.
+
+        `own` are the records of tensors in the file of one rank, which lists them under their full names.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for found in stored_in(value):
-            record = self.stored.manifest.tensors[found.name]
+            record = (self.stored.manifest.tensors if own is None else own)[found.name]
             tensors[found.name] = torch.empty(record.shape, dtype=dtype_named(record.dtype))
-            self.targets.append(target_of(found.name, record, tensors[found.name], self.group))
+            target = target_of(found.name, record, tensors[found.name], self.group)
+            self.targets.append(target if own is None else attrs.evolve(target, key=found.name))
         return lambda: final(value, tensors)
 
     def run(self, call: str) -> Any:
@@ -199,14 +301,14 @@ class _Loading:
         """
         with OpenFiles(self.stored.folder) as files:
             agree_or_raise(self.group, call, {}, self._read(verify, files, call))
-            loads = Loads(self.group, call)
+            loads = _Loads(self.group, call)
             loads.load(self.objects)
             for install in self.install:
                 install()
             loads.load(self.optimizers)
             loads.agree(self._read(fill, files, call))
         if self.skipped and self.group.index == 0:
-            warnings.warn(f"{call}: left as they are: {', '.join(self.skipped[:8])}", stacklevel=4)
+            warnings.warn(f"{call}: left as they are: {some(self.skipped)}", stacklevel=4)
         return self.extra()
 
     def _read(
@@ -247,3 +349,10 @@ class _Loading:
                 {"fingerprint": found[differing[0]], "saved": manifest.fingerprint[differing[0]]},
                 "do not train on; report this as an error of the library, with the layouts of both runs",
             )
+
+
+def _values(stored: Stored, file: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(stored.headers[file].metadata["rank_values"]))
+    except (KeyError, ValueError, TypeError, RecursionError):
+        raise CheckpointError(f'the file "{file}" is damaged: it has no values of its rank') from None

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_hexdigest
 from shardtensor.checkpoint.tensor_file import ITEM_BYTES, is_size, size_in_file
 from shardtensor.errors import CheckpointError
 from shardtensor.layout.bind import bind
-from shardtensor.layout.cutting import axis_form
+from shardtensor.layout.cutting import axis_form, axis_names
 from shardtensor.layout.layout import FlatLayout, Layout, MeshLayout, same_boxes
 from shardtensor.mesh import Mesh, Ranks, as_ranks, ranks_text, read_mesh
 from shardtensor.spec.devices import EnumerableShardingSpec, ShardMetadata
@@ -201,9 +201,7 @@ def describe(layout: Layout) -> tuple[Layout, dict[str, str]]:
         {'spec': '[tp, -]', 'mesh': 'dp=2, tp=2', 'ranks': ''}
     """
     if isinstance(layout, MeshLayout | FlatLayout):
-        named = layout.names and "*" not in layout.names
-        names = layout.names if named else tuple(f"axis{i}" for i in range(len(layout.grid)))
-        mesh = ", ".join(f"{name}={size}" for name, size in zip(names, layout.grid, strict=True))
+        mesh = ", ".join(f"{name}={size}" for name, size in zip(axis_names(layout), layout.grid, strict=True))
         ranks = "" if layout.ranks == range(len(layout.ranks)) else _ranks_text(layout.ranks)
         texts = {"spec": str(axis_form(layout)), "mesh": mesh, "ranks": ranks}
         back = _bound(texts["spec"], layout.shape, mesh, ranks)

@@ -9,16 +9,16 @@ from typing import Any, cast
 import torch
 from torch import optim
 
-from shardtensor.checkpoint.contents import inner_class, module_of
-from shardtensor.checkpoint.decoding import StoredTensor, dtype_named, replaced
+from shardtensor.checkpoint.contents import module_of
+from shardtensor.checkpoint.encoding import StoredTensor, dtype_named, replaced
 from shardtensor.checkpoint.manifest import TensorRecord
 from shardtensor.checkpoint.targets import ReadTarget, device_to_be, target_of
 from shardtensor.checkpoint.together import fault_of
 from shardtensor.comm.group import Group
 from shardtensor.errors import CheckpointError, LayoutError
-from shardtensor.optim.fqn import is_elementwise, names_in, optim_state_dict_to_load
+from shardtensor.optim.fqn import is_elementwise, names_in, optim_state_dict_to_load, records_by_name
 from shardtensor.optim.named_params import ParamRecord
-from shardtensor.optim.sharded_optimizer import ShardedOptimizer
+from shardtensor.optim.sharded_optimizer import ShardedOptimizer, inner_optimizer
 from shardtensor.optim.state_dict import match
 from shardtensor.optim.zero.optimizer import ZeroRedundancyOptimizer
 from shardtensor.tensor.dispatch import is_dtensor
@@ -46,14 +46,13 @@ def optimizer_targets(
         names, aliases = {id(param): name for name, param in optimizer.named_params.items()}, dict[str, str]()
     else:
         names, aliases = names_in(module)
-    params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
-    unnamed = sum(id(param) not in names for param in params)
+    own = [[names.get(id(param), "") for param in each["params"]] for each in optimizer.param_groups]
+    unnamed = sum(members.count("") for members in own)
     if unnamed:
         raise CheckpointError(
             f"{unnamed} parameters of the optimizer are not in the model; nothing has been loaded",
             fix="pass the model whose parameters() the optimizer was made with",
         )
-    own = [[names[id(param)] for param in param_group["params"]] for param_group in optimizer.param_groups]
     if not strict:
         saved = _of_these(saved, optimizer, own, aliases)
     try:
@@ -61,16 +60,15 @@ def optimizer_targets(
     except LayoutError as error:
         raise fault_of(error) from None
     groups = saved["param_groups"]
-    if saved["class"] != inner_class(optimizer):
+    if saved["class"] != (own_class := type(inner_optimizer(optimizer)).__name__):
         if strict:
             raise CheckpointError(
                 "the saved state is that of another class of optimizer; nothing has been loaded",
-                {"saved": saved["class"], "here": inner_class(optimizer)},
+                {"saved": saved["class"], "here": own_class},
                 "make the optimizer that was saved, or load with strict=False, which takes what both have",
             )
         state, groups = _in_common(state, groups, optimizer)
-    partitioned = optimizer.partitioned.records if isinstance(optimizer, ZeroRedundancyOptimizer) else {}
-    records = {names[id(p)]: partitioned.get(id(p)) or ParamRecord.of(names[id(p)], p) for p in params}
+    records = records_by_name(optimizer, names)
     if is_elementwise(optimizer):
         _check_shapes(state, records, stored)
     targets: list[ReadTarget] = []
@@ -158,7 +156,7 @@ def _in_common(
 
 def _state_keys(optimizer: optim.Optimizer, options: Mapping[str, Any]) -> set[str]:
     """Return the keys of the state that an optimizer's class needs with some options, from a step of one number."""
-    inner = getattr(optimizer, "_inner", None) or getattr(optimizer, "optim", None) or optimizer
+    inner = inner_optimizer(optimizer)
     probe = torch.zeros((1, 1), requires_grad=True)
     known = {key: value for key, value in options.items() if key in optimizer.defaults}
     for key in ("fused", "capturable"):  # they need parameters on GPUs

@@ -16,7 +16,7 @@ import attrs
 import torch
 from xxhash import xxh3_64
 
-from shardtensor.checkpoint.decoding import dtype_named
+from shardtensor.checkpoint.encoding import dtype_named
 from shardtensor.checkpoint.exchange import region_view
 from shardtensor.checkpoint.reads import (
     BUFFER_BYTES,
@@ -105,7 +105,7 @@ class OpenFiles:
     def __getitem__(self, name: str) -> OpenFile:
         with self._lock:
             if name not in self._readers:
-                self._readers[name] = self._folder.reader(name)
+                self._readers[name] = OpenFile(self._folder, name)
             return self._readers[name]
 
     def __enter__(self) -> OpenFiles:

@@ -19,10 +19,10 @@ from typing import Any
 import attrs
 
 from shardtensor.checkpoint.checksums import fingerprints
-from shardtensor.checkpoint.contents import Contents, collect, config_texts, models_of
+from shardtensor.checkpoint.contents import collect, config_texts, models_of
 from shardtensor.checkpoint.exchange import to_owners
 from shardtensor.checkpoint.files import files_and_records, index_texts, plan_files, writes_its_part
-from shardtensor.checkpoint.folders import OLD, PARTIAL, checkpoints_like, make_folder, sort_key
+from shardtensor.checkpoint.folders import OLD, PARTIAL, checkpoints_in, make_folder, sort_key
 from shardtensor.checkpoint.manifest import NAME, FileRecord, Manifest
 from shardtensor.checkpoint.progress import ByteProgress
 from shardtensor.checkpoint.storage import Folder
@@ -93,11 +93,9 @@ def save(
         >>> st.load(folder, model=model)
         {'epoch': 3}
     """
-    wait_for_save()
-    group = as_group(process_group)
-    arguments = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": dataloader}
-    options = {"extra": extra, "step": step, "rng": rng, "layout": layout, "keep_last": keep_last}
-    job = _prepare(path, group, arguments, **options, fingerprint=fingerprint, memory=_host_memory(), copies_all=False)
+    values = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": dataloader}
+    values |= {"extra": extra, "rng": rng}
+    job, group = _prepare(path, process_group, values, step, layout, keep_last, fingerprint, copies_all=False)
     job.finish(group)
 
 
@@ -135,11 +133,9 @@ def async_save(
         >>> saving = st.async_save(folder, model=torch.nn.Linear(4, 2))
         >>> saving.wait()
     """
-    wait_for_save()
-    group = as_group(process_group)
-    arguments = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": dataloader}
-    options = {"extra": extra, "step": step, "rng": rng, "layout": layout, "keep_last": keep_last}
-    job = _prepare(path, group, arguments, **options, fingerprint=fingerprint, memory=_host_memory(), copies_all=True)
+    values = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataloader": dataloader}
+    values |= {"extra": extra, "rng": rng}
+    job, group = _prepare(path, process_group, values, step, layout, keep_last, fingerprint, copies_all=True)
     other = group.for_other_thread()  # None for ranks that are threads of one process
     return Saving(partial(job.finish, other or group), in_thread=other is not None)
 
@@ -165,6 +161,13 @@ class Saving:
         except BaseException as error:  # `wait` raises it
             self._error = error
 
+    def _joined(self) -> BaseException | None:
+        """Wait for the thread; return the error of the save, once."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        return error
+
     def done(self) -> bool:
         """Whether the checkpoint is complete, or its save has failed."""
         return not self._thread.is_alive()
@@ -175,28 +178,17 @@ class Saving:
         Raises:
             CheckpointError: it could not be saved.
         """
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
+        if (error := self._joined()) is not None:
             raise error
 
     def release(self) -> None:
         """Wait for the thread, before process groups are destroyed; warn of an error that no call has raised."""
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
+        if (error := self._joined()) is not None:
             warnings.warn(f"a checkpoint was not saved: {error}", stacklevel=2)
 
 
 _memory = HostMemory()
-
-
-def _host_memory() -> HostMemory:
-    """Return the memory that all saves of this rank use; simulated ranks, which are threads, have one for each save."""
-    return _memory if simulated.get() is None else HostMemory()
-
+"""Used by all saves of this rank."""
 
 _current: Saving | None = None
 
@@ -290,19 +282,19 @@ def _fault_of(error: Exception, folder: Folder) -> CheckpointError:
 
 def _prepare(
     path: str | os.PathLike[str],
-    group: Group,
-    arguments: Mapping[str, Any],
-    *,
-    extra: Any,
+    process_group: Any,
+    values: Mapping[str, Any],
     step: int | None,
-    rng: bool,
     layout: str,
     keep_last: int | None,
     fingerprint: bool | None,
-    memory: HostMemory,
+    *,
     copies_all: bool,
-) -> _Job:
-    """Read the values to save, compare them between ranks, exchange whole tensors, and make the folder."""
+) -> tuple[_Job, Group]:
+    """Read the values to save, compare them between ranks, exchange whole tensors, and make the folder; `copies_all`
+    makes the values independent of what the caller does next."""
+    wait_for_save()
+    group = as_group(process_group)
     call = f'save("{os.fspath(path)}")'
     folder, fault = None, None
     try:
@@ -311,15 +303,17 @@ def _prepare(
     except Exception as error:  # fsspec raises any
         fault = fault_of(error)
     facts = {"path": os.fspath(path), "layout": layout, "step": str(step), "keep_last": str(keep_last)}
-    facts["fingerprint"] = str(fingerprint)
-    made = collect(group, call, **arguments, extra=extra, rng=rng, facts=facts, fault=fault)
+    made = collect(group, call, **values, facts={**facts, "fingerprint": str(fingerprint)}, fault=fault)
     assert folder is not None
     planned = plan_files(made, layout, group.ranks)
     own = [each.item for each in planned if writes_its_part(each, group)]
+    memory = _memory if simulated.get() is None else HostMemory()  # threads of one process have one for each save
     copies, copied = memory.copies([*own, *made.own_items.values()], of_all=copies_all)  # the host does the rest
-    job = _Job(folder, config_texts(models_of(arguments["model"])) | index_texts(planned), keep_last, copied)
+    job = _Job(folder, config_texts(models_of(values["model"])) | index_texts(planned), keep_last, copied)
     make_folder(job.partial, folder, group, call)
     job.files, records = files_and_records(made, planned, to_owners(planned, group), copies, group)
+    if fingerprint is None:
+        fingerprint = sum(item.whole_bytes for item in made.items.values()) <= _FINGERPRINT_BYTES
     job.manifest = Manifest(
         library=__version__,
         step=step,
@@ -328,15 +322,9 @@ def _prepare(
         tensors=records,
         aliases=made.aliases,
         values=made.values,
-        fingerprint=fingerprints(made.by_section(), group) if _wants_fingerprint(made, fingerprint) else {},
+        fingerprint=fingerprints(made.by_section(), group) if fingerprint else {},
     )
-    return job
-
-
-def _wants_fingerprint(made: Contents, requested: bool | None) -> bool:
-    if requested is not None:
-        return requested
-    return sum(item.whole_bytes for item in made.items.values()) <= _FINGERPRINT_BYTES
+    return job, group
 
 
 def _check_options(layout: str, keep_last: int | None, step: int | None) -> None:
@@ -352,8 +340,9 @@ def _check_options(layout: str, keep_last: int | None, step: int | None) -> None
 
 def _remove_older(folder: Folder, keep: int) -> None:
     """Remove the oldest of the checkpoints whose names differ from this one only in numbers."""
-    found = sorted(checkpoints_like(folder, re.sub(r"\d+", "#", folder.name)), key=sort_key)
-    for _, old in found[: max(0, len(found) - keep)]:
+    pattern = re.sub(r"\d+", "#", folder.name)
+    found = [each for each in checkpoints_in(folder.parent) if re.sub(r"\d+", "#", each[1].name) == pattern]
+    for _, old in sorted(found, key=sort_key)[: max(0, len(found) - keep)]:
         if old.name == folder.name:
             continue
         with suppress(OSError):

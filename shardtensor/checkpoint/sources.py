@@ -17,27 +17,18 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from shardtensor.checkpoint.decoding import StoredTensor, decoded, dtype_named
-from shardtensor.checkpoint.items import dtype_name
-from shardtensor.checkpoint.manifest import NAME
+from shardtensor.checkpoint.encoding import StoredTensor, decoded, dtype_named
+from shardtensor.checkpoint.manifest import NAME, TensorRecord
 from shardtensor.checkpoint.reading import OpenFiles, Reading, fill, verify
-from shardtensor.checkpoint.reads import key_in
 from shardtensor.checkpoint.storage import Folder
 from shardtensor.checkpoint.stored import open_checkpoint
-from shardtensor.checkpoint.targets import ReadTarget
+from shardtensor.checkpoint.targets import target_of
 from shardtensor.checkpoint.torch_trees import ConvertedState, sorted_out
+from shardtensor.comm.group import SingleRankGroup
 from shardtensor.errors import CheckpointError
-from shardtensor.layout.layout import replicated
+from shardtensor.layout.explain import dtype_name
 
 CONFIG = "config.json"
-
-
-@attrs.frozen
-class TensorOutline:
-    """The shape of a tensor, and the name of its torch dtype."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @attrs.frozen(eq=False)
@@ -45,13 +36,13 @@ class SourceCheckpoint:
     """A checkpoint that is converted.
 
     Attributes:
-        outlines: of its tensors, by the names that `state` has.
+        outlines: shapes and dtypes of its tensors, by the names that `state` has.
         read: returns tensors by these names, whole and on the CPU.
     """
 
     kind: str
     state: ConvertedState
-    outlines: dict[str, TensorOutline]
+    outlines: dict[str, TensorRecord]
     read: Callable[[Sequence[str]], dict[str, torch.Tensor]]
 
 
@@ -115,18 +106,14 @@ def _stored(path: str | os.PathLike[str]) -> SourceCheckpoint:
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
         records = {name: manifest.tensors[name] for name in names}
         made = {name: torch.empty(each.shape, dtype=dtype_named(each.dtype)) for name, each in records.items()}
-        targets = [
-            ReadTarget(name, key_in(each, name), each, made[name], replicated(each.shape, (0,)), 0, True)
-            for name, each in records.items()
-        ]
+        targets = [target_of(name, each, made[name], SingleRankGroup()) for name, each in records.items()]
         reading = Reading.of(targets, stored)
         with OpenFiles(stored.folder) as files:
             verify(files, reading, lambda count: None)
             fill(files, reading, lambda count: None)
         return made
 
-    outlines = {name: TensorOutline(record.shape, record.dtype) for name, record in manifest.tensors.items()}
-    return SourceCheckpoint("shardtensor" if stored.is_own else "hf", state, outlines, read)
+    return SourceCheckpoint("shardtensor" if stored.is_own else "hf", state, manifest.tensors, read)
 
 
 def _pickled(paths: Sequence[str], optimizer_class: str) -> SourceCheckpoint:
@@ -152,7 +139,7 @@ def _pickled(paths: Sequence[str], optimizer_class: str) -> SourceCheckpoint:
         if not isinstance(found, dict):
             raise CheckpointError("the file holds no dict", {"path": path, "it holds": type(found).__name__})
         tree |= {str(key): outlined(value, str(key)) for key, value in found.items()}
-    outlines = {name: TensorOutline(tuple(x.shape), dtype_name(x.dtype)) for name, x in tensors.items()}
+    outlines = {name: TensorRecord(tuple(x.shape), dtype_name(x.dtype)) for name, x in tensors.items()}
     state = sorted_out(tree, optimizer_class)
     return SourceCheckpoint("torch", state, outlines, lambda names: {name: tensors[name] for name in names})
 
@@ -200,7 +187,7 @@ def _distributed(folder: Folder, optimizer_class: str) -> SourceCheckpoint:
     paths = metadata.planner_data or {}
     tree = unflatten_state_dict(flat, {name: paths.get(name, (name,)) for name in flat})
     outlines = {
-        name: TensorOutline(tuple(entry.size), dtype_name(entry.properties.dtype)) for name, entry in tensors.items()
+        name: TensorRecord(tuple(entry.size), dtype_name(entry.properties.dtype)) for name, entry in tensors.items()
     }
 
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:

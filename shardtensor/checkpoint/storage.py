@@ -95,10 +95,6 @@ class Folder:
             self.size(name)  # raises if it is no file
         return bytes(self.fs.cat_file(self.at(name), start=start, end=stop))
 
-    def reader(self, name: str) -> OpenFile:
-        """Open a file for reads of ranges by several threads."""
-        return OpenFile(self, name)
-
     def make(self) -> None:
         """Make the folder, if it is not there, and wait until the names of new folders above it are on the disk."""
         new = [self.root]

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from shardtensor.checkpoint.contents import state_tensors
-from shardtensor.checkpoint.items import dtype_name
 from shardtensor.checkpoint.manifest import TensorRecord
 from shardtensor.checkpoint.reads import key_in
 from shardtensor.checkpoint.stored import Stored
 from shardtensor.comm.group import Group
-from shardtensor.errors import CheckpointError
+from shardtensor.errors import CheckpointError, some
+from shardtensor.layout.explain import dtype_name
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.dtensor import from_dtensor
@@ -99,8 +99,9 @@ def model_targets(section: str, model: Any, stored: Stored, group: Group, *, str
         if name.partition("/")[0] == section
     }
     if not records and strict and tensors:
+        held = list(dict.fromkeys(name.partition("/")[0] for name in stored.manifest.tensors))
         raise CheckpointError(
-            f'the checkpoint holds no model "{section}"', {"it holds": _some(_sections(stored))}, "save it with model="
+            f'the checkpoint holds no model "{section}"', {"it holds": some(held) or "nothing"}, "save it with model="
         )
     other_names: dict[str, list[str]] = {}
     for name, first in aliases.items():
@@ -175,7 +176,7 @@ def _refuse_what_stays_on_meta(model: nn.Module, loaded: Mapping[str, torch.Tens
     if left:
         raise CheckpointError(
             "tensors on the meta device have no values in the checkpoint",
-            {"tensors": _some(left)},
+            {"tensors": some(left)},
             "call st.materialize(model) before the load, which computes what is not saved; for a model of transformers "
             "st.materialize(model, init=model._init_weights)",
         )
@@ -225,14 +226,6 @@ def _with_nearest(name: str, others: list[str]) -> str:
 def _lines(lines: list[str]) -> str:
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n".join([*lines[:_SHOWN], *more])
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "") or "nothing"
-
-
-def _sections(stored: Stored) -> list[str]:
-    return list(dict.fromkeys(name.partition("/")[0] for name in stored.manifest.tensors))
 
 
 def _shape(shape: tuple[int, ...]) -> str:

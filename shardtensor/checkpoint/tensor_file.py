@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,14 +16,8 @@ import attrs
 from xxhash import xxh3_64_hexdigest
 
 from shardtensor.errors import CheckpointError
+from shardtensor.layout.explain import item_bytes
 from shardtensor.plan.models.safetensors_shapes import DTYPES, MAX_HEADER
-
-
-def _size(dtype: str) -> int:
-    """Return the bytes of an element of a dtype that safetensors knows."""
-    bits = re.search(r"\d+", dtype)
-    return 1 if bits is None else int(bits[0]) // 8
-
 
 BLOCK_BYTES = 4 << 20
 """How many bytes one checksum covers; the blocks of each tensor are counted from its first byte."""
@@ -35,7 +28,7 @@ _OWN = "shardtensor"  # the key of our entry in ``__metadata__``
 _OTHERS = {"complex128": 16, "complex32": 4, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1}
 """dtypes that safetensors does not know: a file holds their bytes, and the manifest the dtype."""
 
-ITEM_BYTES = {name: _size(name) for name in DTYPES.values()} | _OTHERS
+ITEM_BYTES = {name: item_bytes(name) for name in DTYPES.values()} | _OTHERS
 """The bytes of an element by the name of a torch dtype."""
 
 _FORMATS = {name: spelled for spelled, name in DTYPES.items()}
@@ -110,7 +103,8 @@ def read_header(read: Callable[[int, int], bytes], size: int, file: str) -> Tens
         entries = {name: _entry(each, 8 + length, sums.get(name)) for name, each in table.items()}
         is_plain = all(isinstance(x, str) for pair in metadata.items() for x in pair)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-        raise _damaged(file, "its header is not that of a safetensors file", {"why": _short(error)}) from None
+        why = f"{type(error).__name__}: {error}"[:120]
+        raise _damaged(file, "its header is not that of a safetensors file", {"why": why}) from None
     if not is_plain:
         raise _damaged(file, "its metadata is not text", {})
     end = 8 + length
@@ -170,7 +164,3 @@ def _damaged(file: str, fault: str, facts: dict[str, object]) -> CheckpointError
     return CheckpointError(
         f'the file "{file}" is damaged: {fault}; nothing has been loaded', facts, "load an earlier checkpoint"
     )
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:120]

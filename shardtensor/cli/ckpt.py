@@ -76,10 +76,10 @@ def _verify(options: argparse.Namespace) -> int:
 
     try:
         count = verify_files(options.path)
-        is_own = inspect(options.path).kind == "shardtensor"
+        has_checksums = count > 0 or inspect(options.path).kind == "shardtensor"
     except ShardTensorError as error:
         return _failed(error)
-    if count or is_own:
+    if has_checksums:
         print(f"{options.path}: {bytes_text(count)} are as they were saved")
     else:
         print(f"{options.path}: the files have no checksums; their headers fit their lengths")

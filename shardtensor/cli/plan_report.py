@@ -64,10 +64,8 @@ def costs(resolved: Resolved, options: argparse.Namespace) -> dict[str, Any]:
     kept, live = (step.activation_bytes, step.peak_bytes) if step is not None else (0, 0)
     held = {"optimizer": options.optimizer, "zero": options.zero, "master_weights": options.master_weights}
     found = plan_bytes(resolved, **held)
-    memory = {
-        "most": _held(found.most, found.most_rank, kept, live),
-        "least": _held(found.least, found.least_rank, kept, live),
-    }
+    both = {"most": (found.most, found.most_rank), "least": (found.least, found.least_rank)}
+    memory = {name: _held(of, rank, kept, live) for name, (of, rank) in both.items()}
     room = options.memory or profile.memory_bytes
     if options.rank is not None:
         own = rank_bytes(resolved, options.rank, **held)

@@ -22,6 +22,7 @@ from shardtensor.comm.group import Counts, Group, Pending
 from shardtensor.comm.primitives import timeout_of
 from shardtensor.comm.rendezvous import Rendezvous, pair_sum, world_status_store
 from shardtensor.errors import SpecError
+from shardtensor.layout.explain import dtype_name
 from shardtensor.mesh import Mesh
 
 _SHOWN_COUNTS = 16
@@ -113,7 +114,7 @@ class CheckedGroup(Group):
     barrier = _checked("barrier", lambda: "")
 
     def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
-        self._check(f"all_to_all {_dtype_name(flat.dtype)}", (send_counts, recv_counts))
+        self._check(f"all_to_all {dtype_name(flat.dtype)}", (send_counts, recv_counts))
         return self._group.all_to_all(flat, send_counts, recv_counts, out)
 
     def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ class CheckedGroup(Group):
         received[src_index] = count
         if self.index == src_index and parts is not None:
             sent = [part.numel() for part in parts]
-        self._check(f"scatter {_dtype_name(like.dtype)} from rank {self.ranks[src_index]}", (sent, received))
+        self._check(f"scatter {dtype_name(like.dtype)} from rank {self.ranks[src_index]}", (sent, received))
         return self._group.scatter(parts, count, src_index, like)
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
@@ -145,10 +146,6 @@ class CheckedGroup(Group):
         return self._group.for_other_thread()  # not checked: ranks would have to call it in one order with the others
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
-        if len(ranks) == self.size:
-            return self
-        if len(ranks) == 1 or self.rank not in ranks:
-            return self._group.subgroup(ranks)
         own = self._rendezvous
         rendezvous = Rendezvous(own.statuses, f"part of {own.name}", ranks, own.timeout_s)
         _wait(rendezvous, f"new_group {len(ranks)} ranks")  # torch would wait for a missing member for minutes
@@ -186,11 +183,7 @@ def _wait(rendezvous: Rendezvous, what: str, pairs: tuple[Sequence[int], Sequenc
 
 
 def _describe(t: torch.Tensor, counts: Sequence[int] | None = None) -> str:
-    return f"{t.numel() if counts is None else _counts(counts)} {_dtype_name(t.dtype)}"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"{t.numel() if counts is None else _counts(counts)} {dtype_name(t.dtype)}"
 
 
 def _counts(counts: Sequence[int]) -> str:

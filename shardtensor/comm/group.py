@@ -131,14 +131,21 @@ class Group(ABC):
         key = tuple(sorted(ranks))  # torch orders a new group by rank
         assert set(key) <= set(self.ranks), "a subgroup is made of members"
         if key not in self._subgroups:
-            made = self._make_subgroup(key)
-            # A group of all ranks may be this one; a subgroup has no mesh.
+            made: Group
+            if len(key) == self.size:
+                made = self
+            elif self.rank not in key:
+                made = NonMemberGroup(self.rank, key)
+            else:
+                is_alone = len(key) == 1
+                made = SingleRankGroup(self.rank, None, self.device_type) if is_alone else self._make_subgroup(key)
+            # A group of all ranks is this one; a subgroup has no mesh.
             self._subgroups[key] = made if made.mesh is None else made.on_mesh(None, {})  # type: ignore[arg-type]
         return self._subgroups[key]
 
-    @abstractmethod
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
-        """Make the group of these members, in ascending order."""
+        """Make the group of some members, in ascending order: two or more, this rank among them, and not all."""
+        raise NotImplementedError
 
     def with_new_communicator(self) -> Group:
         """Return a group of the same ranks with a communicator of its own; all its members call it.
@@ -196,6 +203,20 @@ def group_on_mesh(group: Group, mesh: Mesh) -> Group:
     return cached[mesh]
 
 
+def scatter_route(
+    group: Group, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor
+) -> tuple[Tensor, list[int], list[int]]:
+    """Return the arguments of the all-to-all, with one sender, that is a scatter."""
+    send, recv = [0] * group.size, [0] * group.size
+    recv[src_index] = count
+    if group.index != src_index:
+        return like.new_empty(0), send, recv
+    assert parts is not None, "the source gives the parts"
+    assert len(parts) == group.size, "one part for each member"
+    flat = torch.cat([part.detach().reshape(-1).to(like.device, like.dtype) for part in parts])
+    return flat, [part.numel() for part in parts], recv
+
+
 class SingleRankGroup(Group):
     """A group of one rank: collectives send nothing and return their argument."""
 
@@ -238,9 +259,6 @@ class SingleRankGroup(Group):
     def barrier(self) -> None:
         return None
 
-    def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
-        return self
-
     def for_other_thread(self) -> Group:
         return self
 
@@ -275,7 +293,7 @@ class NonMemberGroup(Group):
 
     all_reduce = all_reduce_async = all_gather = reduce_scatter = reduce_scatter_async = _refuse
     all_gather_into = reduce_scatter_into = all_to_all = scatter = broadcast = broadcast_async = _refuse
-    exchange = exchange_objects = barrier = subgroup = _make_subgroup = axis = with_new_communicator = _refuse
+    exchange = exchange_objects = barrier = subgroup = axis = with_new_communicator = _refuse
 
     def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
         group = NonMemberGroup(self.rank, self.ranks)

@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from shardtensor.comm.agree import name_ranks
 from shardtensor.comm.call_site import call_site, user_call
 from shardtensor.errors import AbsentRankError, RuleError
+from shardtensor.layout.explain import dtype_name
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # takes 50 ns; 0 unless a trace or a counter is active
 _NEW_NAMES = hasattr(dist.ProcessGroup, "all_gather_single")
@@ -218,7 +219,7 @@ def _explained(error: RuntimeError, operation: str, t: torch.Tensor, process_gro
     return AbsentRankError(
         f"{user_call(frame) or operation}: other ranks of the group did not join, or were lost",
         {
-            "call": f"{operation} of {t.numel()} {str(t.dtype).removeprefix('torch.')}\n{call_site(frame)}",
+            "call": f"{operation} of {t.numel()} {dtype_name(t.dtype)}\n{call_site(frame)}",
             "ranks": name_ranks(dist.get_process_group_ranks(process_group)).removeprefix("ranks "),
             "backend": text,
         },

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardtensor.comm import primitives
 from shardtensor.comm.backend_support import BackendSupport
-from shardtensor.comm.group import Counts, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction
+from shardtensor.comm.group import Counts, Group, Pending, check_reduction, scatter_route
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 
@@ -144,14 +144,7 @@ class TorchGroup(Group):
 
     def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
         # All-to-all with one sender: the only call that supports parts of unequal sizes on every backend.
-        send, recv = [0] * self.size, [0] * self.size
-        recv[src_index] = count
-        if self.index != src_index:
-            return self.all_to_all(like.new_empty(0), send, recv)
-        assert parts is not None, "the source gives the parts"
-        assert len(parts) == self.size, "one part for each member"
-        flat = torch.cat([part.detach().reshape(-1).to(like.device, like.dtype) for part in parts])
-        return self.all_to_all(flat, [part.numel() for part in parts], recv)
+        return self.all_to_all(*scatter_route(self, parts, count, src_index, like))
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         return self.broadcast_async(t, src_index).wait()
@@ -184,12 +177,6 @@ class TorchGroup(Group):
         self.exchange(b"\0")
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
-        if self.rank not in ranks:
-            return NonMemberGroup(self.rank, ranks)
-        if len(ranks) == 1:
-            return SingleRankGroup(self.rank, device_type=self.device_type)
-        if len(ranks) == self.size:
-            return self
         return TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))
 
     def with_new_communicator(self) -> Group:

@@ -33,16 +33,14 @@ def bind(spec: ShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...
     return _cached(spec, shape, mesh, dim_names)
 
 
-@lru_cache(maxsize=8192)
-def _cached(spec: ShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -> Layout:
-    return _bind(spec, shape, mesh, dim_names)
-
-
 @singledispatch
 def _bind(spec: ShardingSpec, shape: Shape, mesh: Mesh, dim_names: tuple[str, ...] | None) -> Layout:
     metadata = spec.build_metadata(shape, None)  # of a user's own class of specs
     boxes = [(s.placement, Box(tuple(s.shard_offsets), tuple(s.shard_sizes))) for s in metadata.shards_metadata]
     return _listed(boxes, shape, mesh, spec)
+
+
+_cached = lru_cache(maxsize=8192)(_bind)
 
 
 @_bind.register

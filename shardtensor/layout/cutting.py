@@ -153,7 +153,7 @@ def axis_form(layout: MeshLayout | FlatLayout) -> Spec:
     `balanced`, so bind the spec to check that it gives the same layout.
     """
     if isinstance(layout, FlatLayout):
-        names = _names(layout)
+        names = axis_names(layout)
         axes = (names[axis] for axis in layout.axes)
         spec = axis_form(layout.inner).flat(*axes, unit=layout.unit or "row", sizes=layout.sizes)
         return _with_partial(spec, layout)
@@ -163,17 +163,18 @@ def axis_form(layout: MeshLayout | FlatLayout) -> Spec:
 
 def _with_partial(spec: Spec, layout: Layout) -> Spec:
     for axis, op in layout.partial:
-        spec = spec.partial(_names(layout)[axis], op=op)
+        spec = spec.partial(axis_names(layout)[axis], op=op)
     return spec
 
 
-def _names(layout: Layout) -> tuple[str, ...]:
+def axis_names(layout: Layout) -> tuple[str, ...]:
+    """Return the names of the axes of a layout's grid; ``axis0``, ``axis1``, ... if they have none."""
     named = layout.names and "*" not in layout.names
     return layout.names if named else tuple(f"axis{i}" for i in range(len(layout.grid)))
 
 
 def _cut(layout: MeshLayout, axes: tuple[int, ...], pieces: Pieces) -> Cut:
-    names = tuple(_names(layout)[axis] for axis in axes)
+    names = tuple(axis_names(layout)[axis] for axis in axes)
     if isinstance(pieces, Stepped) and pieces.step * pieces.count == pieces.length:
         return Cut(names)
     if isinstance(pieces, Balanced):

@@ -56,7 +56,7 @@ def explain_reshard(
         )
     mesh = read_mesh(mesh)
     (one, before), (other, after) = (_bound(x, tuple(shape), mesh) for x in (source, target))
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     size = " x ".join(map(str, shape)) or "scalar"
     print(f"{one} -> {other}   {size} {name} on {len({*before.ranks, *after.ranks})} ranks")
     steps = route(before, after)
@@ -85,6 +85,11 @@ def bytes_text(count: int, digits: int = 1) -> str:
     while amount >= 1024 and len(units) > 1:
         amount, units = amount / 1024, units[1:]
     return f"{count} B" if units[0] == "B" else f"{amount:.{digits}f} {units[0]}"
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a torch dtype: ``float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def item_bytes(dtype: str) -> int:

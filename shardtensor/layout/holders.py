@@ -14,8 +14,8 @@ from itertools import product
 
 from shardtensor.layout.box import Box, whole
 from shardtensor.layout.layout import FlatLayout, Layout, ListedLayout, MeshLayout
-from shardtensor.layout.pieces import Blocked, Interval, Pieces, listed, padded
-from shardtensor.mesh import coordinate
+from shardtensor.layout.pieces import Blocked, Interval, Pieces, packed, placed
+from shardtensor.mesh import coordinate, index_along
 
 
 def replica_count(layout: Layout) -> int:
@@ -101,23 +101,11 @@ def _flat_shards(layout: FlatLayout, part: Box, index: Sequence[int]) -> list[in
         for size, cut, i in zip(layout.shape, layout.inner.dims, index, strict=True)
     ]
     local = tuple(sum(stop - start for start, stop in intervals) for intervals in held)
-    count = math.prod(layout.grid[axis] for axis in layout.axes)
-    unit = layout.unit or max(math.prod(local[1:]), 1)
-    pieces = padded(math.prod(local), count, 1, unit) if layout.sizes is None else listed(layout.sizes)
+    pieces = layout.pieces(local)
     found: set[int] = set()
-    for spans in product(*map(_meeting, held, part.offsets, part.ends)):
+    for spans in product(*map(placed, held, map(packed, held), part.offsets, part.ends)):
         found.update(_touched(pieces, spans, local))
     return sorted(found)
-
-
-def _meeting(intervals: Sequence[Interval], low: int, high: int) -> list[Interval]:
-    """Return the parts of a range that a shard of a dim holds, as intervals of the local tensor."""
-    found, start = [], 0
-    for a, b in intervals:
-        if max(a, low) < min(b, high):
-            found.append((start + max(a, low) - a, start + min(b, high) - a))
-        start += b - a
-    return found
 
 
 def _touched(pieces: Pieces, spans: Sequence[Interval], shape: Sequence[int]) -> list[int]:
@@ -142,7 +130,4 @@ def replica_of(layout: Layout, rank: int) -> int:
     place = coordinate(layout.ranks, layout.grid, rank)
     if place is None:
         return -1
-    index = 0
-    for axis in _replica_axes(layout):
-        index = index * layout.grid[axis] + place[axis]
-    return index
+    return index_along(_replica_axes(layout), layout.grid, place)

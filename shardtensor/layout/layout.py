@@ -11,15 +11,15 @@ Equal layouts have equal boxes on equal ranks; axis names are for messages and a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import product
 
 import attrs
 
 from shardtensor.layout.box import Box, runs, whole
-from shardtensor.layout.pieces import Blocked, Pieces
-from shardtensor.mesh import Ranks, coordinate
+from shardtensor.layout.pieces import Blocked, Pieces, listed, packed, padded, placed
+from shardtensor.mesh import Ranks, coordinate, index_along
 
 Shape = tuple[int, ...]
 
@@ -147,7 +147,7 @@ class MeshLayout(Layout):
     def piece(self, cut: DimCut, place: tuple[int, ...]) -> int:
         """Return the index of the shard of a dim at a coordinate of the grid."""
         index = 0
-        for axis in cut.axes:
+        for axis in cut.axes:  # not `index_along`: each reshard calls this
             index = index * self.grid[axis] + place[axis]
         return index
 
@@ -177,25 +177,21 @@ class MeshLayout(Layout):
         place = coordinate(self.ranks, self.grid, rank)
         if place is None:
             return ()
-        return tuple(_box(choice) for choice in product(*map(_packed_intervals, self._intervals(place))))
+        return tuple(_box(choice) for choice in product(*map(packed, self._intervals(place))))
 
     def in_memory_order(self, rank: int, within: Box) -> list[Box]:
         """Return the boxes of the global tensor in a box of the rank's local tensor, in memory order."""
         place = coordinate(self.ranks, self.grid, rank)
         assert place is not None, "a rank outside holds nothing"
-        spans = [
-            [
-                (max(a, low), min(b, high), start - a)
-                for (a, b), (start, _) in zip(_packed_intervals(held), held, strict=True)
-            ]
+        parts = [
+            placed(packed(held), held, low, high)
             for held, low, high in zip(self._intervals(place), within.offsets, within.ends, strict=True)
         ]
-        parts = [[(low, high, shift) for low, high, shift in span if low < high] for span in spans]
         last = max((dim for dim, span in enumerate(parts) if len(span) > 1), default=-1)
         choices = [
-            [(low + shift + i, low + shift + i + 1) for low, high, shift in span for i in range(high - low)]
+            [(i, i + 1) for start, stop in span for i in range(start, stop)]
             if dim < last  # dims before `last` index by index: for each index memory holds all of `last`
-            else [(low + shift, high + shift) for low, high, shift in span]
+            else span
             for dim, span in enumerate(parts)
         ]
         return [_box(choice) for choice in product(*choices)]
@@ -263,23 +259,19 @@ class FlatLayout(Layout):
     def sharding_axes(self) -> tuple[int, ...]:
         return tuple(sorted({*self.inner.cut_axes, *self.axes}))
 
+    def pieces(self, local: Shape) -> Pieces:
+        """Return the ranges of a flattened inner local tensor of this shape."""
+        if self.sizes is not None:
+            return listed(self.sizes)
+        unit = self.unit or max(math.prod(local[1:]), 1)
+        return padded(math.prod(local), math.prod(self.grid[axis] for axis in self.axes), 1, unit)
+
     def span(self, rank: int) -> tuple[int, int]:
         """Return the range of the flattened inner local tensor that a rank holds."""
         place = coordinate(self.ranks, self.grid, rank)
         if place is None:
             return (0, 0)
-        local = self.inner.local_shape(rank)
-        total = math.prod(local)
-        index, count = 0, 1
-        for axis in self.axes:
-            index, count = index * self.grid[axis] + place[axis], count * self.grid[axis]
-        if self.sizes is not None:
-            start = sum(self.sizes[:index])
-            return (start, start + self.sizes[index])
-        unit = self.unit or max(math.prod(local[1:]), 1)
-        units = -(-total // unit)
-        step = -(-units // count) * unit
-        return (min(index * step, total), min((index + 1) * step, total))
+        return self.pieces(self.inner.local_shape(rank)).interval(index_along(self.axes, self.grid, place))
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         start, stop = self.span(rank)
@@ -312,12 +304,6 @@ def _boxes_by_rank(layout: ListedLayout) -> dict[int, tuple[Box, ...]]:
     for rank, box in layout.owned:
         held.setdefault(rank, []).append(box)
     return {rank: tuple(boxes) for rank, boxes in held.items()}
-
-
-def _packed_intervals(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the place of each interval of a dim in a local tensor that holds them one after the other."""
-    ends = list(accumulate(stop - start for start, stop in intervals))
-    return [(end - (stop - start), end) for end, (start, stop) in zip(ends, intervals, strict=True)]
 
 
 def _box(intervals: Iterable[tuple[int, int]]) -> Box:

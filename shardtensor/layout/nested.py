@@ -15,8 +15,8 @@ from itertools import chain, permutations, product
 import attrs
 
 from shardtensor.layout.layout import DimCut, Layout, MeshLayout, Shape
-from shardtensor.layout.pieces import Blocked, Interval, Pieces, chunked, listed
-from shardtensor.mesh import Mesh
+from shardtensor.layout.pieces import Blocked, Interval, Pieces, chunked, listed, packed, placed
+from shardtensor.mesh import Mesh, index_along
 
 # The largest number of blocks tried for uneven shards, by the number of axes that shard the dim.
 _TRIED = {1: 64, 2: 16, 3: 8}
@@ -154,20 +154,13 @@ def _nested_slices(length: int, counts: tuple[int, ...], blocks: tuple[int, ...]
 
 def _chunks_of_blocks(runs: Runs, count: int, blocks: int) -> list[Runs]:
     """Chunk `runs` into blocks, and each block into `count`; part i has the i-th chunk of each block."""
-    first = [_slice(runs, *chunked(_size(runs), blocks).interval(i)) for i in range(blocks)]
-    cut = [[_slice(part, *chunked(_size(part), count).interval(i)) for part in first] for i in range(count)]
-    return [_merged(run for part in parts for run in part) for parts in cut]
 
+    def chunk(runs: Sequence[Interval], parts: int, i: int) -> list[Interval]:
+        length = sum(stop - start for start, stop in runs)
+        return placed(packed(runs), runs, *chunked(length, parts).interval(i))
 
-def _slice(runs: Runs, start: int, stop: int) -> Runs:
-    """Return elements `start` to `stop` of the concatenation of `runs`."""
-    found, at = [], 0
-    for low, high in runs:
-        a, b = max(start - at, 0), min(stop - at, high - low)
-        if a < b:
-            found.append((low + a, low + b))
-        at += high - low
-    return tuple(found)
+    first = [chunk(runs, blocks, i) for i in range(blocks)]
+    return [_merged(run for part in first for run in chunk(part, count, i)) for i in range(count)]
 
 
 def _merged(runs: Iterable[Interval]) -> Runs:
@@ -181,19 +174,12 @@ def _merged(runs: Iterable[Interval]) -> Runs:
     return tuple(found)
 
 
-def _size(runs: Runs) -> int:
-    return sum(stop - start for start, stop in runs)
-
-
 def _reordered(parts: Sequence[Runs], counts: tuple[int, ...], order: tuple[int, ...]) -> list[Runs]:
     """Transpose `parts`, row-major over `counts`, to another order of the counts."""
     found = []
     for steps in product(*(range(counts[i]) for i in order)):
-        place = dict(zip(order, steps, strict=True))
-        index = 0
-        for i, count in enumerate(counts):
-            index = index * count + place[i]
-        found.append(parts[index])
+        place = [step for _, step in sorted(zip(order, steps, strict=True))]
+        found.append(parts[index_along(range(len(counts)), counts, place)])
     return found
 
 

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import attrs
 
 Interval = tuple[int, int]
+
+
+def packed(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the place of each interval if they lie one after the other, as in a local tensor."""
+    found, end = [], 0
+    for start, stop in intervals:
+        found.append((end, end + stop - start))
+        end += stop - start
+    return found
+
+
+def placed(intervals: Sequence[Interval], places: Sequence[Interval], low: int, high: int) -> list[Interval]:
+    """Return where the parts of intervals that are in a range lie, of intervals that lie at `places`.
+
+    Example:
+        >>> placed([(0, 4), (8, 12)], [(0, 4), (4, 8)], 2, 10)
+        [(2, 4), (4, 6)]
+    """
+    return [
+        (place + max(start, low) - start, place + min(stop, high) - start)
+        for (start, stop), (place, _) in zip(intervals, places, strict=True)
+        if max(start, low) < min(stop, high)
+    ]
 
 
 class Pieces:

@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn, optim
 
 from shardtensor.comm.agree import agree_in_groups
-from shardtensor.errors import LayoutError
+from shardtensor.errors import LayoutError, some
 from shardtensor.imports import when_imported
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.named_params import ParamRecord, record_groups
-from shardtensor.optim.sharded_optimizer import ShardedOptimizer
+from shardtensor.optim.sharded_optimizer import ShardedOptimizer, inner_optimizer
 from shardtensor.optim.state import copied_value
 from shardtensor.optim.update_units import update_unit
 from shardtensor.optim.zero.optimizer import ZeroRedundancyOptimizer
@@ -113,13 +113,7 @@ def optim_state_dict_to_load(
     """
     names, aliases = names_in(model)
     own = [[names.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
-    params = {names.get(id(param)): param for group in optimizer.param_groups for param in group["params"]}
-    partitioned = optimizer.partitioned.records if isinstance(optimizer, ZeroRedundancyOptimizer) else {}
-    records = {
-        name: partitioned.get(id(param)) or ParamRecord.of(name, param)
-        for name, param in params.items()
-        if name is not None
-    }
+    records = records_by_name(optimizer, names)
     # other states may have other shapes: Adafactor's row_var
     shapes = {name: tuple(h.param.shape) for name, h in records.items()} if is_elementwise(optimizer) else None
     found, options, fault = saved.match_and_check(state, own, aliases, shapes)
@@ -129,7 +123,7 @@ def optim_state_dict_to_load(
     if isinstance(optimizer, ShardedOptimizer):
         keys = {names[id(param)]: name for name, param in optimizer.named_params.items()}
     elif isinstance(optimizer, ZeroRedundancyOptimizer):
-        keys = {names[key]: record.name for key, record in partitioned.items() if key in names}
+        keys = {names[key]: record.name for key, record in optimizer.partitioned.records.items() if key in names}
     taken: dict[Any, dict[str, Any]] = {}
     groups = []
     for group, members, new in zip(optimizer.param_groups, own, options, strict=True):
@@ -145,10 +139,17 @@ def optim_state_dict_to_load(
     return {"state": taken | found, "param_groups": groups}
 
 
+def records_by_name(optimizer: optim.Optimizer, names: Mapping[int, str]) -> dict[str, ParamRecord]:
+    """Return the records of an optimizer's parameters by the names in `names`; those without a name are left out."""
+    partitioned = optimizer.partitioned.records if isinstance(optimizer, ZeroRedundancyOptimizer) else {}
+    params = (param for group in optimizer.param_groups for param in group["params"] if id(param) in names)
+    named = ((names[id(param)], param) for param in params)
+    return {name: partitioned.get(id(param)) or ParamRecord.of(name, param) for name, param in named}
+
+
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
     """Whether the tensors of an optimizer's state have the shapes of its parameters."""
-    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-    return bool(getattr(optimizer, "_on_leaves", update_unit(type(inner)) == "element"))
+    return bool(getattr(optimizer, "_on_leaves", update_unit(type(inner_optimizer(optimizer))) == "element"))
 
 
 def plain_name(name: str) -> str:
@@ -177,7 +178,7 @@ def _unknown_params(optimizer: optim.Optimizer, names: Mapping[int, str]) -> Lay
         return None
     return LayoutError(
         "the optimizer holds parameters that the model does not have",
-        {"their numbers in the optimizer": ", ".join(unknown[:8])},
+        {"their numbers in the optimizer": some(unknown)},
         "pass the model whose parameters() the optimizer was made with",
     )
 

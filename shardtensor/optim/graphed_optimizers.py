@@ -16,8 +16,7 @@ from torch import optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardtensor.errors import CaptureError
-from shardtensor.optim.sharded_optimizer import ShardedOptimizer
-from shardtensor.optim.zero.optimizer import ZeroRedundancyOptimizer
+from shardtensor.optim.sharded_optimizer import ShardedOptimizer, inner_optimizer
 from shardtensor.tensor.sharded_tensor import local_of
 
 _NOT_CAPTURED = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr", "swa_lr"})
@@ -49,7 +48,7 @@ class GraphedOptimizers:
             CaptureError: its step reads numbers on the host; the message shows how to make one that does not.
         """
         for group in optimizer.param_groups:
-            _check_can_be_captured(_inner(optimizer), group)
+            _check_can_be_captured(inner_optimizer(optimizer), group)
         self._optimizers[id(optimizer)] = optimizer
         self._hooks.append(optimizer.register_load_state_dict_post_hook(lambda it: self._loads.append(id(it))))
 
@@ -182,13 +181,7 @@ class GraphedOptimizers:
         self._optimizers, self._hooks, self._grads = {}, [], []
 
     def _state_counts(self) -> dict[int, int]:
-        return {key: sum(map(len, _inner(own).state.values())) for key, own in self._optimizers.items()}
-
-
-def _inner(optimizer: optim.Optimizer) -> optim.Optimizer:
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer.optim
-    return optimizer._inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+        return {key: sum(map(len, inner_optimizer(own).state.values())) for key, own in self._optimizers.items()}
 
 
 def _check_can_be_captured(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> None:

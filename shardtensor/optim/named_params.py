@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardtensor.comm.group import Group
-from shardtensor.errors import StaleParameterError
+from shardtensor.errors import StaleParameterError, some
 from shardtensor.layout.layout import Layout
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
@@ -139,11 +139,9 @@ class StalenessCheck:
 
 def stale_error(names: Iterable[str], why: str) -> StaleParameterError:
     """Return the error for parameters that were replaced."""
-    names = list(names)
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return StaleParameterError(
         "the optimizer holds parameters that were replaced; nothing was stepped",
-        {"parameters": shown, "because": why},
+        {"parameters": some(names), "because": why},
         "make a new ShardedOptimizer for them and load the old one's state_dict() into it",
     )
 

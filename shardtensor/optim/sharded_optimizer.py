@@ -341,5 +341,11 @@ class ShardedOptimizer(optim.Optimizer):
         self._records.update((id(record.param), record) for record in records)
 
 
+def inner_optimizer(optimizer: optim.Optimizer) -> optim.Optimizer:
+    """Return the optimizer that one of this library, or torch's ZeroRedundancyOptimizer, steps inside; else itself."""
+    inner = getattr(optimizer, "_inner", None) or getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, optim.Optimizer) else optimizer
+
+
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from shardtensor.errors import LayoutError, ShardTensorError
+from shardtensor.errors import LayoutError, ShardTensorError, some
 from shardtensor.tensor.sharded_tensor import ShardedTensor
 
 NOT_LOADED = "nothing has been loaded"
@@ -59,7 +59,7 @@ def match(
     if missing or unknown:
         raise LayoutError(
             f"the state dict is of other parameters; {NOT_LOADED}",
-            {key: _some(value) for key, value in (("missing", missing), ("unknown", unknown)) if value},
+            {key: some(value) for key, value in (("missing", missing), ("unknown", unknown)) if value},
             "rename its keys, or leave these parameters out on both sides",
         )
     return state, [copy.deepcopy(_options(group, saved) if group else next(empty, {})) for group in own]
@@ -159,7 +159,7 @@ def check(state: Mapping[Any, Mapping[str, Any]], shapes: Mapping[str, tuple[int
     """
     unknown = [name for name in state if name not in shapes]
     if unknown:
-        raise LayoutError(f"the state dict has state of other parameters; {NOT_LOADED}", {"unknown": _some(unknown)})
+        raise LayoutError(f"the state dict has state of other parameters; {NOT_LOADED}", {"unknown": some(unknown)})
     for name, shape in shapes.items():
         for key, value in state.get(name, {}).items():
             if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) != shape:
@@ -181,7 +181,3 @@ def outline(state: Mapping[Any, Any]) -> str:
             else:
                 lines.append(f"{name}.{key}")
     return "\n".join(sorted(lines))
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(str, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from shardtensor.comm import process_group
 from shardtensor.comm.backend_support import BackendSupport
-from shardtensor.comm.group import Counts, Group, NonMemberGroup, Pending, SingleRankGroup, check_reduction, overwrite
+from shardtensor.comm.group import Counts, Group, Pending, SingleRankGroup, check_reduction, overwrite, scatter_route
 from shardtensor.comm.process_group import reduce_group
+from shardtensor.layout.explain import dtype_name
 from shardtensor.mesh import Mesh, Ranks, as_ranks, read_mesh
 from shardtensor.sim.channel import Call, Slot
 from shardtensor.sim.world import Member, World
@@ -84,7 +85,7 @@ class SimGroup(Group):
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         return self.reduce_scatter_async(flat, counts).wait()
 
-    def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+    def reduce_scatter_async(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> _Started:
         check_reduction("sum", flat.dtype)
         assert counts is not None or flat.numel() % self.size == 0, "an uneven split needs its counts"
         counts = [flat.numel() // self.size] * self.size if counts is None else list(counts)
@@ -99,9 +100,9 @@ class SimGroup(Group):
         )
 
     def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor, op: str = "sum") -> Pending:
-        if op == "avg" and flat.dtype == torch.float16:  # its sum may be too large
-            return _Into(out, self.reduce_scatter_async(flat / self.size))
-        return _Into(out, self.reduce_scatter_async(flat), divisor=self.size if op == "avg" else 1)
+        divides_first = op == "avg" and flat.dtype == torch.float16  # its sum may be too large
+        started = self.reduce_scatter_async(flat / self.size if divides_first else flat)
+        return started.into(out, divisor=self.size if op == "avg" and not divides_first else 1)
 
     # -- data movement ------------------------------------------------------------------------------------------
 
@@ -109,20 +110,20 @@ class SimGroup(Group):
         return self._start_all_gather(t, counts).wait()
 
     def all_gather_into(self, out: torch.Tensor, part: torch.Tensor) -> Pending:
-        return _Into(out, self._start_all_gather(part, None))
+        return self._start_all_gather(part, None).into(out)
 
-    def _start_all_gather(self, t: torch.Tensor, counts: Sequence[int] | None) -> Pending:
+    def _start_all_gather(self, t: torch.Tensor, counts: Sequence[int] | None) -> _Started:
         counts = [t.numel()] * self.size if counts is None else list(counts)
         assert counts[self.index] == t.numel(), "this rank's count is not its number of elements"
         slot = self._post(
-            *("all_gather", f"{_counts(counts)} of {_name(t.dtype)}", (tuple(counts), t.dtype)),
+            *("all_gather", f"{_counts(counts)} of {dtype_name(t.dtype)}", (tuple(counts), t.dtype)),
             *(_SUPPORT.to_move(t), _concatenated),
         )
         return _Started(self, slot, lambda full: _SUPPORT.from_move(full.clone(), t))
 
     def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
-        text = f"send {_counts(send_counts)}, receive {_counts(recv_counts)} of {_name(flat.dtype)}"
+        text = f"send {_counts(send_counts)}, receive {_counts(recv_counts)} of {dtype_name(flat.dtype)}"
         result = self._route("all_to_all", text, flat, send_counts, recv_counts)
         return result if out is None else out.copy_(result)
 
@@ -152,16 +153,9 @@ class SimGroup(Group):
         return ""
 
     def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
-        send, recv = [0] * self.size, [0] * self.size
-        recv[src_index] = count
-        flat = like.new_empty(0)
-        if self.index == src_index:
-            assert parts is not None, "the source gives the parts"
-            assert len(parts) == self.size, "one part for each member"
-            flat = torch.cat([part.detach().reshape(-1).to(like.device, like.dtype) for part in parts])
-            send = [part.numel() for part in parts]
-        text = f"{count} {_name(like.dtype)} from rank {self.ranks[src_index]}"
-        return self._route("scatter", text, flat, send, recv, (src_index,))
+        route = scatter_route(self, parts, count, src_index, like)
+        text = f"{count} {dtype_name(like.dtype)} from rank {self.ranks[src_index]}"
+        return self._route("scatter", text, *route, (src_index,))
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         sent = self._post_and_wait(
@@ -188,11 +182,7 @@ class SimGroup(Group):
     # -- other groups -------------------------------------------------------------------------------------------
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
-        if self.rank not in ranks:
-            return NonMemberGroup(self.rank, ranks)
-        if len(ranks) == 1:
-            return SingleRankGroup(self.rank)
-        return self if len(ranks) == self.size else SimGroup(self.world, self.member, as_ranks(ranks))
+        return SimGroup(self.world, self.member, as_ranks(ranks))
 
     def with_new_communicator(self) -> Group:
         if self._separate is None:
@@ -222,23 +212,18 @@ class _Started(Pending):
             self.found = self.finish(self.group.world.wait(self.group.member, self.slot))
         return self.found
 
+    def into(self, out: torch.Tensor, divisor: int = 1) -> Pending:
+        """Write the result, divided, into `out`, which is then the result."""
+        first = self.finish
 
-class _Into(Pending):
-    """A started collective that writes its result into a tensor."""
+        def finish(common: Any) -> torch.Tensor:
+            overwrite(out, first(common))
+            if divisor != 1:
+                out.data.div_(divisor)
+            return out
 
-    __slots__ = ("divisor", "out", "started")
-
-    def __init__(self, out: torch.Tensor, started: Pending, divisor: int = 1) -> None:
-        self.out, self.divisor = out, divisor
-        self.started: Pending | None = started
-
-    def wait(self) -> torch.Tensor:
-        if self.started is not None:
-            started, self.started = self.started, None  # a second wait does nothing
-            overwrite(self.out, started.wait())
-            if self.divisor != 1:
-                self.out.data.div_(self.divisor)
-        return self.out
+        self.finish = finish
+        return self
 
 
 def _overwrite(t: torch.Tensor, flat: torch.Tensor, as_is: bool) -> None:
@@ -273,12 +258,8 @@ def _range(flat: torch.Tensor, counts: Sequence[int], index: int, scale: int) ->
     return flat.narrow(0, sum(counts[:index]) * scale, counts[index] * scale)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _elements(t: torch.Tensor) -> str:
-    return f"{t.numel()} {_name(t.dtype)}"
+    return f"{t.numel()} {dtype_name(t.dtype)}"
 
 
 def _counts(counts: Sequence[int]) -> str:

@@ -26,8 +26,7 @@ from shardtensor.parallel.shard_module import shard_module
 from shardtensor.plan.estimates.estimate import Collective, TracedStep
 from shardtensor.plan.match.patterns import matches, starred, unwrapped
 from shardtensor.plan.plan import Plan
-from shardtensor.sim.counting_group import CountingGroup
-from shardtensor.sim.traffic import counting_world
+from shardtensor.sim.traffic import CountingGroup, counting_world
 from shardtensor.tensor.sharded_tensor import local_of
 from shardtensor.tensor.trees import tensors_in
 from shardtensor.trace.kernels import FusedKernels

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardtensor as st
-from shardtensor.checkpoint import converted_files, converting
+from shardtensor.checkpoint import converting
 from shardtensor.checkpoint.converting import convert
 from shardtensor.comm.process_group import as_group
 
@@ -248,7 +248,7 @@ def test_several_files_of_pickled_weights(tmp_path):
 def test_large_models_become_several_files_with_an_index(tmp_path, monkeypatch, to):
     model, optimizer = made(0)
     st.save(tmp_path / "a", model=model, optimizer=optimizer)
-    monkeypatch.setattr(converted_files, "FILE_BYTES", 200)
+    monkeypatch.setattr(converting, "FILE_BYTES", 200)
     convert(tmp_path / "a", tmp_path / "b", to)
     index = json.loads((tmp_path / "b" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -280,7 +280,7 @@ def test_few_tensors_are_in_memory_at_a_time(tmp_path, monkeypatch):
     model, optimizer = made(0)
     st.save(tmp_path / "a", model=model, optimizer=optimizer)
     largest = max(x.bytes for x in st.inspect(tmp_path / "a").tensors)
-    monkeypatch.setattr(converted_files, "FILE_BYTES", largest)
+    monkeypatch.setattr(converting, "FILE_BYTES", largest)
     known: list[Any] = []
     most: list[int] = []
     opened = converting.open_source

@@ -19,7 +19,7 @@ from mutated import MOST_S, Mutants, checkpoints
 from small_run import Run
 
 import shardtensor as st
-from shardtensor.checkpoint.decoding import decoded
+from shardtensor.checkpoint.encoding import decoded
 from shardtensor.checkpoint.manifest import read_manifest
 from shardtensor.checkpoint.tensor_file import read_header, size_in_file
 from shardtensor.sim.simulate import simulate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import product
 
@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardtensor
 from shardtensor.checkpoint import checksums
-from shardtensor.checkpoint.checksums import fingerprint_of
-from shardtensor.comm.group import SingleRankGroup
+from shardtensor.checkpoint.checksums import fingerprints
+from shardtensor.checkpoint.items import item_of
+from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import CheckpointError
 from shardtensor.layout.box import Box
@@ -30,6 +31,11 @@ DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),
     *(torch.complex64, torch.complex128),
 )
+
+
+def fingerprint_of(tensors: Mapping[str, torch.Tensor], group: Group, key: str = "") -> str:
+    """The fingerprint of named tensors: sharded ones, and plain ones that are equal on all ranks."""
+    return fingerprints({"": [item_of(name, tensor, group) for name, tensor in tensors.items()]}, group, key)[""]
 
 
 def of(**tensors: torch.Tensor) -> str:

@@ -16,8 +16,8 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.comm.torch_group import TorchGroup
 from shardtensor.errors import RuleError
 from shardtensor.mesh import Mesh
-from shardtensor.sim.counting_group import CountingGroup
 from shardtensor.sim.simulate import SimGroup
+from shardtensor.sim.traffic import CountingGroup
 
 # Elements of each rank, as much of it as there are ranks: equal, uneven, one without, one with all, nobody with any.
 COUNTS = [(3, 3, 3, 3), (5, 2, 3, 1), (4, 0, 0, 2), (0, 0, 6, 0), (0, 7, 0, 0), (0, 0, 0, 0)]
@@ -225,8 +225,8 @@ def test_gloo_moves_what_stands_on_a_gpu(gpu_world, size):
 
 def test_a_rank_that_is_alone_along_an_axis_keeps_its_kind_of_device():
     group = object.__new__(TorchGroup)
-    group.rank, group.size, group.device_type = 2, 4, "cuda"
-    assert group._make_subgroup((2,)).device_type == "cuda"
+    group.rank, group.ranks, group.size, group.device_type, group._subgroups = 2, range(4), 4, "cuda", {}
+    assert group.subgroup((2,)).device_type == "cuda"
 
 
 # -- into memory that is given ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from shardtensor.comm.group import Pending
 from shardtensor.comm.process_group import as_group
 from shardtensor.ops import linear
 from shardtensor.parallel import flow_hooks
-from shardtensor.sim.counting_group import CountingGroup
+from shardtensor.sim.traffic import CountingGroup
 
 WIDTH, TOKENS = 5, 12
 

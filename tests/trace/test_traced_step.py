@@ -22,7 +22,7 @@ from shardtensor.comm import primitives, process_group
 from shardtensor.mesh import read_mesh
 from shardtensor.parallel import expert_dispatch
 from shardtensor.plan.loading import load_plan
-from shardtensor.sim.counting_group import CountingGroup
+from shardtensor.sim.traffic import CountingGroup
 from shardtensor.sim.world import ProcessState
 from shardtensor.trace.step import trace_step
 

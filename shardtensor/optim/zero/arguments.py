@@ -11,7 +11,7 @@ from torch import nn
 
 from shardtensor.comm.agree import agree, call_text
 from shardtensor.comm.group import Group
-from shardtensor.errors import LayoutError, RuleError, ShardTensorError
+from shardtensor.errors import LayoutError, RuleError, ShardTensorError, some
 from shardtensor.layout.partition import Partition
 from shardtensor.optim.named_params import params_text
 from shardtensor.optim.update_units import UpdateUnit
@@ -27,8 +27,8 @@ def copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> 
         group.update({key: value for key, value in new.items() if key not in OWN_KEYS})
 
 
-def as_list(params: Any) -> list[Any]:
-    """Return the parameters or groups as a list, checked.
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """Return the parameters, or groups of them, as groups with lists of parameters, checked.
 
     Raises:
         TypeError, ValueError: as torch's class raises them.
@@ -37,48 +37,34 @@ def as_list(params: Any) -> list[Any]:
         raise TypeError(
             f"`params` argument should be an iterable of Tensors or dicts, but got {torch.typename(params)}"
         )
-    members = list(params)
-    if not members:
+    groups = list(params)
+    if not groups:
         raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
-    if all(isinstance(member, dict) for member in members):
-        if any("params" not in member for member in members):
-            raise ValueError(
-                "Each parameter group passed-in via `params` must have a 'params' key mapping to the parameters in the "
-                "group"
-            )
-        members = [{**member, "params": members_of(member["params"])} for member in members]
-        tensors = [tensor for member in members for tensor in member["params"]]
-    else:
-        tensors = members
-    tensors = [tensor[1] if isinstance(tensor, tuple) and len(tensor) == 2 else tensor for tensor in tensors]
+    if not all(isinstance(group, dict) for group in groups):
+        groups = [{"params": groups}]
+    if any("params" not in group for group in groups):
+        raise ValueError(
+            "Each parameter group passed-in via `params` must have a 'params' key mapping to the parameters in the "
+            "group"
+        )
+    found = [[x["params"]] if isinstance(x["params"], torch.Tensor) else list(x["params"]) for x in groups]
+    tensors = _tensors(found)
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         raise TypeError("`params` argument should be an iterable of Tensors, (name, Tensor) pairs or dicts")
     if any(tensor.is_sparse for tensor in tensors):
         raise ValueError("ZeroRedundancyOptimizer only supports dense parameters, and some are sparse")
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ValueError("a parameter is listed twice; a rank would step it twice, and others not")
-    return members
+    return [{**group, "params": members} for group, members in zip(groups, found, strict=True)]
 
 
-def check_one_type(groups: Iterable[Any]) -> None:
-    """Raise ValueError if parameters have several types, as torch's class does."""
-    members = [member for group in groups for member in (group["params"] if isinstance(group, dict) else [group])]
-    types = sorted({torch.typename(member[1] if isinstance(member, tuple) else member) for member in members})
-    if len(types) > 1:
-        raise ValueError(
-            "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got "
-            + " and ".join(types)
-            + '; partition="ranges" and overlap_gradients=True take several'
-        )
-
-
-def members_of(params: Any) -> list[Any]:
-    """Return the parameters of a group, which may be a generator, as a list."""
-    return [params] if isinstance(params, torch.Tensor) else list(params)
+def _tensors(groups: Iterable[Iterable[Any]]) -> list[Any]:
+    """Return the parameters of groups without their names."""
+    return [x[1] if isinstance(x, tuple) and len(x) == 2 else x for group in groups for x in group]
 
 
 def check_arguments(
-    arguments: Mapping[str, Any], unit: UpdateUnit, partition: Partition, groups: Iterable[Any]
+    arguments: Mapping[str, Any], unit: UpdateUnit, partition: Partition, groups: Iterable[Mapping[str, Any]]
 ) -> None:
     """Raise if the arguments of an optimizer contradict each other.
 
@@ -100,7 +86,13 @@ def check_arguments(
     if overlap_gradients and isinstance(arguments["module"], nn.parallel.DistributedDataParallel):
         raise ValueError("overlap_gradients replaces DistributedDataParallel: pass the module that it wraps, unwrapped")
     if partition == "owners" and not overlap_gradients:
-        check_one_type(groups)
+        types = sorted(set(map(torch.typename, _tensors(group["params"] for group in groups))))
+        if len(types) > 1:
+            raise ValueError(
+                "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got "
+                + " and ".join(types)
+                + '; partition="ranges" and overlap_gradients=True take several'
+            )
     if unit == "all" and (overlap_with_ddp or overlap_gradients):
         name = arguments["optimizer_class"].__name__
         raise RuleError(
@@ -158,7 +150,7 @@ def agree_on(
         if sharded:
             fault = RuleError(
                 "ZeroRedundancyOptimizer steps parameters that every rank holds whole, and some are sharded",
-                {"sharded": ", ".join(sharded[:8])},
+                {"sharded": some(sharded)},
                 "step sharded parameters with ShardedOptimizer: it sends nothing",
             )
     agree(ranks, call, {"options": options, "parameters": "\n\n".join(texts)}, fault)

@@ -15,7 +15,7 @@ import torch
 
 from shardtensor.comm.group import Group, Pending
 from shardtensor.comm.streams import Streams
-from shardtensor.errors import RuleError
+from shardtensor.errors import RuleError, some
 from shardtensor.fsdp.backward_reducer import BackwardReducer
 from shardtensor.fsdp.gradient_buckets import Gradient
 from shardtensor.layout.ranges import REDUCE_BUFFERS
@@ -42,7 +42,8 @@ class PartitionedGradients:
         self._buckets: list[ReducedBucket] = []
         self._inputs: dict[Any, ReduceInputs] = {}
         self._hooks: list[Any] = []
-        self._trains: list[bool] = []
+        self._named: list[tuple[str, torch.Tensor]] = []
+        self._trains: list[bool] = []  # whether each of these requires a gradient
 
     def set_buckets(self, buckets: Sequence[ParamBucket]) -> None:
         """Reduce the gradients of these buckets from now on."""
@@ -52,6 +53,7 @@ class PartitionedGradients:
             inputs = self._inputs.setdefault(bucket.kind, ReduceInputs(*bucket.kind))
             inputs.fit(bucket.total)
             bucket.inputs = inputs
+        self._named = [pair for bucket in self._buckets for pair in zip(bucket.names, bucket.params, strict=True)]
         self._trains = []
         self.refresh()
 
@@ -71,31 +73,32 @@ class PartitionedGradients:
             bucket.accumulated.clear()
 
     def check(self) -> None:
-        """Raise RuleError if a parameter has a gradient that backward has not reduced."""
+        """Raise RuleError if a parameter has a gradient that backward has not reduced; then `refresh`."""
         if self.reducer.has_unreduced:
             raise RuleError(
                 "parameters have gradients that no backward has reduced",
                 {"because": "the last backward ran inside no_sync()"},
                 "run the last backward before step() outside of no_sync()",
             )
-        flags = iter(self._trains)
+        trains = [param.requires_grad for _, param in self._named]
         late = [
             name
-            for bucket in self._buckets
-            for param, name in zip(bucket.params, bucket.names, strict=True)
-            if not next(flags) and param.requires_grad and param.grad is not None
+            for (name, param), before, now in zip(self._named, self._trains, trains, strict=True)
+            if now and not before and param.grad is not None
         ]
         if late:
             raise RuleError(
                 "requires_grad was set after the last zero_grad(), so backward did not reduce these gradients",
-                {"parameters": ", ".join(late[:8])},
+                {"parameters": some(late)},
                 "call requires_grad_() before optimizer.zero_grad()",
             )
+        self.refresh(trains)
 
-    def refresh(self) -> None:
+    def refresh(self, trains: list[bool] | None = None) -> None:
         """Forget a backward that an error stopped; hook parameters again if others require a gradient now."""
         self.reducer.start_over()
-        trains = [param.requires_grad for bucket in self._buckets for param in bucket.params]
+        if trains is None:
+            trains = [param.requires_grad for _, param in self._named]
         if trains == self._trains:
             return
         self._trains = trains

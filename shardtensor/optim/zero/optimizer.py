@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
@@ -24,7 +24,7 @@ from shardtensor.optim.zero.arguments import (
     OWN_KEYS,
     REDUCED_TWICE,
     agree_on,
-    as_list,
+    as_groups,
     check_arguments,
     copy_group,
     copy_options,
@@ -32,13 +32,11 @@ from shardtensor.optim.zero.arguments import (
     options_text,
 )
 from shardtensor.optim.zero.division import Division
-from shardtensor.optim.zero.forward import ForwardWaits
 from shardtensor.optim.zero.gradients import PartitionedGradients
-from shardtensor.optim.zero.join import JoinableStep
-from shardtensor.optim.zero.offload import OffloadedState
-from shardtensor.optim.zero.part_step import PartStep
+from shardtensor.optim.zero.part_step import OffloadedState, PartStep
 from shardtensor.optim.zero.state import HeldState, PartitionedState
 from shardtensor.optim.zero.state_dicts import StateDicts
+from shardtensor.optim.zero.values import ForwardWaits
 
 if TYPE_CHECKING:
     from shardtensor.optim.zero.ddp_hooks import DDPOverlap
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 
-class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
+class ZeroRedundancyOptimizer(StateDicts, Joinable):
     """Step parameters that are replicated on all ranks, with the optimizer state partitioned among the ranks.
 
     Every rank calls `step` with equal gradients, as DistributedDataParallel or `data_parallel` compute them. Each rank
@@ -126,7 +124,7 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         bucket_mib: float | None = None,
         **defaults: Any,
     ) -> None:
-        groups = as_list(params)
+        groups = as_groups(params)
         self._arguments = {"optimizer_class": optimizer_class, "process_group": process_group, **defaults} | {
             "parameters_as_bucket_view": parameters_as_bucket_view,
             "overlap_with_ddp": overlap_with_ddp,
@@ -145,7 +143,7 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         self._options = defaults
         self._is_built = False
         optim.Optimizer.__init__(self, groups, defaults)
-        JoinableStep.__init__(self)
+        Joinable.__init__(self)
         self._is_built = True
         self.group: Group = one_axis(as_group(process_group))
         self.process_group = self.group.process_group
@@ -229,7 +227,7 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
             return
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        super().add_param_group(as_list([param_group])[0])
+        super().add_param_group(as_groups([param_group])[0])
         group = self.param_groups[-1]
         try:
             agree_on(self.group, "add_param_group", "", [group], self.names.values(), self._reduced_already())
@@ -298,7 +296,6 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
         self._division.attach()
         if self.gradients is not None:
             self.gradients.check()
-            self.gradients.refresh()
         self._forget_consolidated()
         try:
             loss = self._part.step(self.param_groups, closure, kwargs)
@@ -354,3 +351,32 @@ class ZeroRedundancyOptimizer(StateDicts, JoinableStep):
             yield
         finally:
             gradients.is_on = before
+
+    # -- torch.distributed.algorithms.Join --------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook by which a rank without inputs left takes part in the steps of the others.
+
+        Another joinable has to set the gradients on that rank before; DDP's does not.
+
+        Raises:
+            RuleError: such a rank runs no backward, in which `overlap_gradients` reduces.
+        """
+        if self.gradients is not None:
+            raise RuleError(
+                "a rank without inputs left runs no backward, so it cannot take part in reductions there",
+                fix="leave overlap_gradients out, and pass Join a Joinable before this one that averages gradients",
+            )
+        hook = JoinHook()
+        hook.main_hook = self.step_again  # type: ignore[method-assign]
+        return hook
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self._all_params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of the ranks."""
+        return self.process_group

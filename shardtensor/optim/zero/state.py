@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -20,9 +20,6 @@ from shardtensor.spec.nodes import Cut, Replicate, Spec
 from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 from shardtensor.tensor.trees import map_tensors, tensors_in
-
-if TYPE_CHECKING:
-    pass
 
 _AXIS = "dp"
 """A name for the ranks in specs; the group has no mesh, so any name stands for them."""

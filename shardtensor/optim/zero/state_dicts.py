@@ -112,39 +112,25 @@ class StateDicts(optim.Optimizer):
         loaded: dict[str, Any] = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
-        load_part(self, loaded, copies=copies)
+        partitioned, names = self.partitioned, self.names
+        if not (isinstance(loaded.get("state"), Mapping) and isinstance(loaded.get("param_groups"), list)):
+            error = LayoutError('a state dict has "state" and "param_groups"; nothing has been loaded')
+            agree(self.group, "load_state_dict", {}, error)
+        given = {key: values for key, values in loaded["state"].items() if values is not None}
+        own = [[names[id(param)] for param in group["params"]] for group in self.param_groups]
+        shapes = None
+        if self.unit == "element":  # the state of other classes may have other shapes
+            shapes = {record.name: tuple(record.param.shape) for record in partitioned.records.values()}
+        state, options, fault = saved.match_and_check({**loaded, "state": given}, own, {}, shapes)
+        sharded = {key: x for key, x in state.items() if any(isinstance(t, ShardedTensor) for t in tensors_in(x))}
+        fault = fault or partitioned.fault(state)
+        agree(self.group, "load_state_dict", {"state": saved.outline(sharded)}, fault)
+        self.flat_groups.split_all()
+        for group, new in zip(self.param_groups, options, strict=True):
+            group.update(new)
+        partitioned.load(self.optim, state, self.param_groups, copies=copies)
+        copy_options(self.param_groups, self.optim.param_groups)
         self.state.is_anywhere = bool(loaded["state"])
         self._consolidated, self._is_consolidated = None, False
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-
-def load_part(optimizer: StateDicts, state_dict: Mapping[str, Any], *, copies: bool = True) -> None:
-    """Load this rank's part of a state dict, and the hyperparameters. All ranks call it.
-
-    Raises:
-        LayoutError: on every rank: the state dict is of other parameters or shapes; nothing has been loaded.
-    """
-    partitioned, names = optimizer.partitioned, optimizer.names
-    if not (isinstance(state_dict.get("state"), Mapping) and isinstance(state_dict.get("param_groups"), list)):
-        error = LayoutError('a state dict has "state" and "param_groups"; nothing has been loaded')
-        agree(optimizer.group, "load_state_dict", {}, error)
-    given = {key: values for key, values in state_dict["state"].items() if values is not None}
-    own = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-    shapes = None
-    if optimizer.unit == "element":  # the state of other classes may have other shapes
-        shapes = {record.name: tuple(record.param.shape) for record in partitioned.records.values()}
-    state, options, fault = saved.match_and_check({**state_dict, "state": given}, own, {}, shapes)
-    sharded = {key: x for key, x in state.items() if any(isinstance(t, ShardedTensor) for t in tensors_in(x))}
-    fault = fault or partitioned.fault(state)
-    agree(optimizer.group, "load_state_dict", {"state": saved.outline(sharded)}, fault)
-    optimizer.flat_groups.split_all()
-    partitioned.load(
-        optimizer.optim,
-        state,
-        [{**new, "params": group["params"]} for group, new in zip(optimizer.param_groups, options, strict=True)],
-        copies=copies,
-    )
-    for group, new in zip(optimizer.param_groups, options, strict=True):
-        group.update(new)
-    copy_options(optimizer.param_groups, optimizer.optim.param_groups)
