@@ -96,20 +96,20 @@ class PlanReader(Statements):
 
     Args:
         given: the values of parameters from outside.
-        only_head: read only statements with numbers (param, let, mesh, require), none about tensors.
+
+    Attributes:
+        mesh_params: the parameters that the mesh depends on.
     """
 
-    def __init__(self, files: Files, scope: Scope, given: Mapping[str, Any], only_head: bool = False) -> None:
+    def __init__(self, files: Files, scope: Scope, given: Mapping[str, Any]) -> None:
         super().__init__(scope, given)
         self.files = files
-        self.only_head = only_head
+        self.mesh_params: tuple[str, ...] = ()
         self._open: list[File] = []
         self._done: set[str] = set()
-        self._main: File | None = None
 
     def read(self, file: File) -> None:
         """Read the plan's own file, and all files that it includes."""
-        self._main = file
         try:
             self._read_file(file)
             self.unknown_params()
@@ -118,14 +118,6 @@ class PlanReader(Statements):
             pass
         for note, _ in self.scope.notes:
             self.find(note)
-
-    def again(self, given: Mapping[str, Any]) -> PlanReader:
-        """Read the numbers of the same plan for other values of parameters."""
-        assert self._main is not None
-        scope = Scope(self.scope.config, self.scope.world, self.scope.config_source)
-        other = PlanReader(self.files, scope, given, only_head=True)
-        other.read(self._main)
-        return other
 
     def _read_file(self, file: File) -> None:
         self._done.add(file.key)
@@ -147,9 +139,8 @@ class PlanReader(Statements):
     def _statement(self, node: Node) -> None:
         kind = str(node.data)
         if kind in ("rule", "in", "out", "use", "local"):
-            if not self.only_head:
-                Body(self, self.evaluator, Above()).read(node)
-        elif not self.only_head or kind not in ("dims", "tie", "store", "unmatched"):
+            Body(self, self.evaluator, Above()).read(node)
+        else:
             getattr(self, f"_{kind}")(node)
 
     def _include(self, node: Node) -> None:
@@ -173,6 +164,7 @@ class PlanReader(Statements):
     def _mesh(self, node: Node) -> None:
         if self.scope.axes is not None:
             raise self.fault("E105", node.children[0], "a plan has one mesh, and this is another", fix="keep one")
+        self.mesh_params = params_in(self.scope, node)
         self.axes = MeshReader(self).read(node.children[0])
 
     def _check_data(self) -> None:
