@@ -131,7 +131,7 @@ class Evaluator(Reader):
         if isinstance(value, ShardingSpec | Bundle) and not (switch is not None and switch.is_param):
             fault = f"the `else` side was taken: `{self.text(other)}`"
             note = Finding("N001", fault, Origin(self.source, span(node)), known_values(self.scope, condition))
-            self.scope.notes.append((note, self.text(condition)))
+            self.scope.notes.append(note)
         return value
 
     def _default(self, node: Node) -> Any:

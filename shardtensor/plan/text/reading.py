@@ -116,7 +116,7 @@ class PlanReader(Statements):
             self._check_data()
         except Stop:
             pass
-        for note, _ in self.scope.notes:
+        for note in self.scope.notes:
             self.find(note)
 
     def _read_file(self, file: File) -> None:

@@ -114,7 +114,7 @@ class Scope:
         axes: of the mesh as they were written, major first; None before the mesh.
         made_of: axis -> its factors that are not made of others, major first.
         below: names that the current file defines further down.
-        notes: N001 of layouts and styles after an ``else``, and the conditions.
+        notes: N001 of layouts and styles after an ``else``.
         spent: one for each entry and call of a style; shared by all scopes of a plan.
     """
 
@@ -126,7 +126,7 @@ class Scope:
     axes: tuple[str, ...] | None = None
     made_of: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
     below: frozenset[str] = frozenset()
-    notes: list[tuple[Finding, str]] = attrs.field(factory=list)
+    notes: list[Finding] = attrs.field(factory=list)
     spent: list[None] = attrs.field(factory=list)
 
     def inner(self, style: Style, given: Mapping[str, Any]) -> Scope:
