@@ -8,7 +8,7 @@ from itertools import islice, product
 
 import attrs
 
-from shardtensor.plan.findings.brief import brief_names, skeleton
+from shardtensor.plan.findings.brief import listed_briefly, skeleton
 from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.line import Line, pattern_place, segment_place, statement, style_note
 from shardtensor.plan.match.name_tree import Matches, NameTree, Way
@@ -141,9 +141,6 @@ def _words(segment: Segment) -> tuple[str, ...]:
 ALIKE = 0.6
 """The similarity (0 to 1) from which a word counts as a misspelled name."""
 
-MOST = 4
-"""The largest number of patterns of tensors that one finding lists."""
-
 
 def unplaced(
     plan: Plan, names: Sequence[str], nothing: Iterable[UnmatchedPattern]
@@ -178,16 +175,9 @@ def unplaced(
                 note += " in the braces matches nothing (W303)"
             notes.insert(0, note)
             fix = f"the nearest pattern is this one: did you mean `{corrected}`?"
-        fault = f"no rule matches {_listed(group)}"
+        fault = f"no rule matches {len(group)} tensor{'s' * (len(group) != 1)}: {listed_briefly(group)}"
         findings.append(Finding("E301", fault, place, "every tensor needs a layout", fix, tuple(notes), group[0]))
     return findings, used
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the number of tensors and their names, as text."""
-    brief = list(brief_names(names))
-    more = f" and {len(brief) - MOST} patterns more" if len(brief) > MOST else ""
-    return f"{len(names)} tensor{'s' * (len(names) != 1)}: {', '.join(brief[:MOST])}{more}"
 
 
 def _nearest(name: str, nothing: Sequence[UnmatchedPattern]) -> tuple[UnmatchedPattern, str] | None:
