@@ -13,7 +13,7 @@ from shardtensor.errors import SpecError
 from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.flows.flow import Flow, cut_axes
+from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.entries import Above, Body
 from shardtensor.plan.text.evaluate import Evaluator, is_kind
@@ -171,7 +171,9 @@ class PlanReader(Statements):
         """Find E204: a flow names data axes."""
         for line in self.lines:
             if isinstance(line.value, Flow):
-                wrong = set(self.scope.leaves(_flow_axes(line.value))) & set(self.scope.leaves(self.data))
+                flow = line.value
+                named = flow.before.axis_names.union(flow.after.axis_names, flow.partials)
+                wrong = set(self.scope.leaves(tuple(named))) & set(self.scope.leaves(self.data))
                 if wrong:
                     axis = min(wrong)
                     why = "a flow says what ranks of one data coordinate see; along data axes samples differ"
@@ -196,12 +198,6 @@ class PlanReader(Statements):
             tuple(file.source for file in self.files.opened.values()),
             tuple(self.findings),
         )
-
-
-def _flow_axes(flow: Flow) -> tuple[str, ...]:
-    """Return all axes that a flow names."""
-    partial = tuple(axis for side in (flow.before, flow.after) for part in side.partial_parts for axis in part.axes)
-    return (*cut_axes(flow.before), *cut_axes(flow.after), *partial, *flow.partials)
 
 
 def _public(value: Any) -> Any:
