@@ -35,7 +35,6 @@ class Line:
         origin: of the layout or the flow; if a style made it, the call, through the line of the style. None for rules
             made in Python.
         pattern_origin: of the pattern.
-        other: the text of the condition, if the ``else`` side was taken.
     """
 
     pattern: str
@@ -46,7 +45,6 @@ class Line:
     is_optional: bool = False
     depth: int = 0
     origin: Origin | None = None
-    other: str = ""
     pattern_origin: Origin | None = None
 
 

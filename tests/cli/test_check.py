@@ -77,8 +77,8 @@ def test_errors_are_printed_with_how_many_there_are(plan, capsys):
     plan.write_text(PLAN.replace("[tp, -]", "[tp blocks(5), -]").replace("[-, tp]\n", "[tp, -, -]\n"))
     assert main(["check", str(plan), "--world", "4"]) == 1
     out = capsys.readouterr().out
-    assert f"{plan}:6:13: error[E206]: dim `out` of 12 elements is not 5 equal blocks" in out
-    assert f"{plan}:11:13: error[E202]: the layout has 3 dims, the tensor has 2" in out
+    assert f"{plan}:6:13: error[E206]: dim 0 has 12 elements, not a multiple of its 5 block shares" in out
+    assert f"{plan}:11:13: error[E202]: the spec has 3 dims, the tensor has 2" in out
     assert out.endswith("\n\n2 errors\n")
 
 

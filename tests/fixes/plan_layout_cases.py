@@ -32,22 +32,20 @@ def ruled(said: str) -> list[Found]:
 
 LAYOUTS: dict[str, dict[str, Right]] = {
     "[tp, -, -]": {
-        "write `[tp, -]`": "[tp, -]",
-        "or `replicate`": "replicate",
-        "`[tp, ...]` fits any number of dims": "[tp, ...]",
+        "write one entry for each dim, as in `[-, -]`": "[-, -]",
+        "or `...` for the dims that stay whole": "[tp, ...]",
     },
-    "[outt: tp]": {"did you mean `out`?": "[out: tp]"},
-    "[zzz: tp]": {"its dims are `out` or `in`": "[out: tp]"},
+    "[outt: tp]": {"the dims are out, in": "[out: tp]"},
     "[-, tp]": {"use the factor `a` (2), with copies along b": "[-, a]"},
-    "[tp blocks(5), -]": {"the number of blocks has to divide 24": "[tp blocks(3), -]"},
-    "[tp blocks(4, 1), -]": {"give shares that add up to a divisor of 24": "[tp blocks(2, 1), -]"},
+    "[tp blocks(5), -]": {"give block shares whose sum divides the dim": "[tp blocks(3), -]"},
+    "[tp blocks(4, 1), -]": {"give block shares whose sum divides the dim": "[tp blocks(2, 1), -]"},
     "[tp unit(9), -]": {
-        "choose a unit that divides 24, such as 3": "[tp unit(3), -]",
-        "or write `pad(9)`": "[tp pad(9), -]",
+        "choose a unit that divides the dim": "[tp unit(3), -]",
+        "or write pad(n)": "[tp pad(9), -]",
     },
-    "[tp sizes(12, 12), -]": {"give 8 sizes that add up to 24": "[tp sizes(3, 3, 3, 3, 3, 3, 3, 3), -]"},
-    "[a sizes(12, 11), -]": {"give 2 sizes that add up to 24": "[a sizes(13, 11), -]"},
-    "[a unit(4) sizes(10, 14), -]": {"2 sizes, multiples of 4, that add up to 24": "[a unit(4) sizes(16, 8), -]"},
+    "[tp sizes(12, 12), -]": {"give one size for each piece": "[tp sizes(3, 3, 3, 3, 3, 3, 3, 3), -]"},
+    "[a sizes(12, 11), -]": {"give sizes that add up": "[a sizes(13, 11), -]"},
+    "[a unit(4) sizes(10, 14), -]": {"give sizes in whole units": "[a unit(4) sizes(16, 8), -]"},
     'enum([0:24, 0:35] @ "rank:0/cpu")': {
         "add a shard that starts at (0, 35)": 'enum([0:24, 0:35] @ "rank:0/cpu", [0:24, 35:36] @ "rank:1/cpu")',
         "or give the true global size": 'enum([0:24, 0:36] @ "rank:0/cpu")',
@@ -84,9 +82,6 @@ CASES: dict[str, Case] = {
         "[out: tp]",
         {
             "write the cut by position, such as `[tp, -]`": partial(laid, "[tp, -]", dims=None),
-            "or add a line `dims PATTERN (out = ..., in = ...)`": partial(
-                laid, "[out: tp]\ndims w (out = 24, in = 36)", dims=None
-            ),
         },
     ),
 }

@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, Changes | Callable[[], list[Found]]]] = {
     "an axis that heads do not fill: E205": {
         "use the factor `kvg` (8): `colwise_shared(kvg, copies=kvr, unit=hd)`": []
     },
-    "two rules: E302": {"narrow one pattern (`down_proj`)": []},
+    "two rules: E302": {"narrow one pattern": []},
     "no rule: E301": {},
     "no rule, for the part after the braces: E301": {},
     "no rule, for a block: E301": {},

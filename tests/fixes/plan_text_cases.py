@@ -68,7 +68,7 @@ LINES: dict[str, dict[str, str]] = {
         'as in `chunk(dim=0, placements=["rank:': 'a: chunk(dim=0, placements=["rank:0"])'
     },
     'a: chunk(dim=0, placements=["rank:0"], sizes=4)': {
-        "as in `chunk(": 'a: chunk(dim=0, placements=["rank:0"], sizes=(4,))'
+        "write `(4,)`": 'a: chunk(dim=0, placements=["rank:0"], sizes=(4,))'
     },
     "a: partial(tp, op=3)": {"as in `partial(tp)`": "a: partial(tp)"},
     "a: partial(tp+1)": {"as in `partial(tp)`": "a: partial(tp)"},
@@ -76,16 +76,12 @@ LINES: dict[str, dict[str, str]] = {
     "a: [kvr, tp]": {"keep one of the two": "a: [kvr, -]"},
     "a: [tp, tp]": {
         "keep one of the two": "a: [tp, -]",
-        "make the axis of factors: `tp (a = 2, b = tp / a)` and `[a, b]`": "a: [kvg, kvr]",  # of which it is made here
     },
     "a: [tp*tp]": {"keep one of the two": "a: [tp]"},
     "a: [tp] flat(tp)": {"keep one of the two": "a: [tp]"},
     "a..b: replicate": {"write names with one dot between them": "a.b: replicate"},
-    "a.b**: replicate": {"write it between dots": "a.**.b: replicate", "or `*` for characters": "a.b*: replicate"},
-    "{a.b,c}: replicate": {
-        "write `{a,b}` without dots": "{a,c}: replicate",
-        "or two rules": "a.b: replicate\nc: replicate",
-    },
+    "a.b**: replicate": {"`**` between dots": "a.**.b: replicate"},
+    "{a.b,c}: replicate": {"alternatives without dots": "{a,c}: replicate"},
     "{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}: replicate": {"write fewer": "{a,b}{a,b}{a,b}: replicate"},
     f"{'a.' * 300}w: replicate": {"write `**` for segments in between": "a.**.w: replicate"},
     "let x = hd / 3": {"`//` rounds down": "let x = hd // 3", "`/` has to be exact": "let x = hd / 4"},

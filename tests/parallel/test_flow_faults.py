@@ -53,8 +53,8 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
   why: layers.0.attn.q.weight is (out=12, in=12); 12 = 3 units of 4 and 3 % 2 = 1
   fix: tp has to divide 3 (1, 3); or write `balanced` after it for pieces that differ by one unit
   note: the rule is `layers.*.attn.q.weight: [out: tp unit(4)]`
-  note: 14 tensors fail in this way (layers.{0..1}.attn.q.{weight,bias}, layers.{0..1}.attn.k.{weight,bias} \
-and 2 patterns more)""",
+  note: found for 14 names: layers.{0..1}.attn.q.{weight,bias}, layers.{0..1}.attn.k.{weight,bias} \
+and 2 patterns more""",
     ),
     "a layer that takes what it cannot": (
         Branches,
@@ -123,7 +123,7 @@ and one rank's would be taken for the sum
         PlanError,
         """error[E302]: `out` of `up` is matched by two rules that disagree
   why: a value passes a module in one way: order in the file never decides
-  fix: narrow one pattern (`side`)
+  fix: narrow one pattern
   note: the rules are `{up,side} out: [..., tp]` and `up out: [..., tp] -> replicate`""",
     ),
     "a flow with two arrows": (

@@ -196,7 +196,6 @@ b: [tp] if 2 > 1 else replicate
     (note,) = plan.findings
     assert (note.code, note.severity, note.fault) == ("N001", "note", "the `else` side was taken: `replicate`")
     assert note.why == "fits=false, n=6, tp=4"
-    assert [line.other for line in plan.lines] == ["fits", ""]
     assert read_plan(text, world=3).findings == ()
 
 

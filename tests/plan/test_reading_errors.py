@@ -118,8 +118,8 @@ specs/llama.shard:14:9: error[E106]: requirement not met: kv heads must divide t
 specs/llama.shard:31:36: error[E204]: axis `tp` splits dim 0 and dim 1 of one tensor
    31 |             down_proj.weight: [tp, tp]
       |                                    ^^
-  why: each rank has a single tp coordinate, so it would hold only the diagonal blocks
-  fix: keep one of the two, or make the axis of factors: `tp (a = 2, b = tp / a)` and `[a, b]`
+  why: each rank has a single tp coordinate
+  fix: keep one of the two
 """,
     ),
     "E107 in a mesh": (
@@ -265,8 +265,8 @@ FAULTS = [
     ("let s = [tp, -]\na: s flat(kvr)", "E204", "axis `kvr` splits one tensor twice"),
     ("a: (1, 2)", "E107", "numbers in round brackets cannot stand here"),
     ("a.<e>: replicate", "E201", "no mesh axis is called `e`"),
-    ("a..b: replicate", "E001", "a segment of this pattern is empty"),
-    ("a.b**: replicate", "E001", "`**` stands for whole segments"),
+    ("a..b: replicate", "E001", "a segment of this pattern is empty, or has a part of `**` or `{a,b}`"),
+    ("a.b**: replicate", "E001", "a segment of this pattern is empty, or has a part of `**` or `{a,b}`"),
     ("{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}: replicate", "E001",
      "a pattern has at most 6 of `*` and braces in a segment, and of `**`"),
     ("let x = 9223372036854775807 + 1", "E107", "`9223372036854775807 + 1` is too large"),

@@ -36,7 +36,7 @@ def test_json_says_what_the_text_says():
         "line 11 makes tp=16 of kvg=8 and kvr=2",
         "notes": [
             "the layout is `weight: [out: ax blocks(blocks) unit(unit)]`, std/styles.shard:5",
-            "64 tensors fail in this way (layers 0-31, k_proj and v_proj)",
+            "found for 64 names: model.layers.{0..31}.self_attn.{k_proj,v_proj}.weight",
             "to cut inside a head on purpose, drop `unit = hd`",
         ],
         "tensor": "model.layers.0.self_attn.k_proj.weight",

@@ -117,32 +117,21 @@ def candidates(
     Raises:
         PlanError: the plan has no parameter that changes its mesh.
     """
-    found = _tried(path, config, world, params)
-    if not found:
-        names = _params(_head(path, config, world, params))
+    reader = PlanReader(files := Files(), Scope(config, world, "config.json"), dict(params))
+    reader.read(files.main(path))  # whether or not its values fit
+    free = {n: b.value for n, b in reader.scope.names.items() if b.is_param and n not in params}
+    names = [name for name, value in free.items() if name in reader.mesh_params and type(value) is not bool]
+    switches = [name for name, value in free.items() if type(value) is bool]
+    if not names:
         raise PlanError(
             "the plan has no parameter that changes its mesh",
-            {"parameters": ", ".join(names) or "none"},
+            {"parameters": ", ".join(name for name, b in reader.scope.names.items() if b.is_param) or "none"},
             "write `param tp = 8` and use it in `mesh`; values given by --set stay as they are",
         )
-    return found
-
-
-def _tried(
-    path: str | Path, config: Mapping[str, Any], world: int, params: Mapping[str, Any]
-) -> tuple[dict[str, int | bool], ...]:
-    head = _head(path, config, world, params)
-    free = {name: value for name, value in _params(head).items() if name not in params}
     divisors = [n for n in range(1, world + 1) if world % n == 0]
-    # The numeric parameters that change the mesh, or with which it does not fit the world.
-    names = [
-        name for name, value in free.items()
-        if type(value) is not bool and len({_mesh(head.again({**head.given, name: n})) for n in divisors}) > 1
-    ]  # fmt: skip
-    switches = [name for name, value in free.items() if type(value) is bool]
     return tuple(
         dict(zip((*names, *switches), (*values, *flags), strict=True))
-        for values in product(divisors, repeat=len(names)) if names and world % math.prod(values) == 0
+        for values in product(divisors, repeat=len(names)) if world % math.prod(values) == 0
         for flags in product((False, True), repeat=len(switches))
     )  # fmt: skip
 
@@ -156,29 +145,15 @@ def readable_plan(path: str | Path, *, config: Mapping[str, Any], world: int, pa
     try:
         return read_plan(path, config=config, world=world, params=params)
     except SpecError as error:
-        plans = (_read(path, config, world, {**params, **values}) for values in _tried(path, config, world, params))
+        try:
+            tried = candidates(path, config=config, world=world, params=params)
+        except PlanError:
+            raise error from None
+        plans = (_read(path, config, world, {**params, **values}) for values in tried)
         found = next((plan for plan in plans if isinstance(plan, Plan)), None)
         if found is None:
             raise error
         return found
-
-
-def _head(path: str | Path, config: Mapping[str, Any], world: int, params: Mapping[str, Any]) -> PlanReader:
-    """Return a reader with the numbers of a plan, whether or not they fit."""
-    files = Files()
-    reader = PlanReader(files, Scope(config, world, "config.json"), dict(params), only_head=True)
-    reader.read(files.main(path))
-    return reader
-
-
-def _params(head: PlanReader) -> dict[str, Any]:
-    return {name: binding.value for name, binding in head.scope.names.items() if binding.is_param}
-
-
-def _mesh(head: PlanReader) -> str:
-    if any(finding.code in ("E105", "E107") for finding in head.findings):
-        return ""
-    return "" if head.axes is None else str(head.axes.mesh)
 
 
 def _read(path: str | Path, config: Mapping[str, Any], world: int, params: Mapping[str, Any]) -> Plan | str:

@@ -25,26 +25,10 @@ def brief_names(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return {".".join(map(_braced, words)): members for words, members in _folded(names)}
 
 
-def where(names: Iterable[str], form: str = "{numbers}, {words}") -> str:
-    """Return as text where names are in a model: the layers, and the words in which they differ.
-
-    Example:
-        >>> names = ["l.0.attn.k.weight", "l.0.attn.v.weight", "l.1.attn.k.weight", "l.1.attn.v.weight"]
-        >>> where(names), where(names, "{words} of {numbers}")
-        ('l 0-1, k and v', 'k and v of l 0-1')
-    """
-    folded = _folded(names)
-    if len(folded) > 1:
-        shown = [".".join(map(_braced, words)) for words, _ in folded]
-        return ", ".join(shown[:2]) + (f" and {len(shown) - 2} patterns more" if len(shown) > 2 else "")
-    (columns, _), numbers, words = folded[0], [], []
-    for i, options in enumerate(columns):
-        if len(options) > 1 and all(option.isdecimal() for option in options):
-            numbers.append(f"{columns[i - 1][0] if i else ''} {_ranges(options)}".strip())
-        elif len(options) > 1:
-            words.append(f"{', '.join(options[:-1])} and {options[-1]}")
-    parts = {"numbers": ", ".join(numbers), "words": ", ".join(words)}
-    return form.format(**parts) if numbers and words else parts["numbers"] or parts["words"]
+def listed_briefly(names: Iterable[str], most: int = 4) -> str:
+    """Return the first patterns of `brief_names` as text, and how many more there are."""
+    brief = [*brief_names(names)]
+    return ", ".join(brief[:most]) + f" and {len(brief) - most} patterns more" * (len(brief) > most)
 
 
 _Words = list[tuple[str, ...]]
@@ -88,7 +72,7 @@ def _braced(options: tuple[str, ...]) -> str:
     if len(options) == 1:
         return options[0]
     if all(option.isdecimal() for option in options):
-        return "{" + _ranges(options).replace("-", "..") + "}"
+        return "{" + _ranges(options) + "}"
     return "{" + ",".join(options) + "}"
 
 
@@ -100,4 +84,4 @@ def _ranges(options: Sequence[str]) -> str:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
+    return ", ".join(f"{first}..{last}" if last > first else str(first) for first, last in ranges)

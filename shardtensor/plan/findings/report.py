@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from shardtensor.plan.findings.brief import where
+from shardtensor.plan.findings.brief import listed_briefly
 from shardtensor.plan.findings.finding import Finding
 
 
@@ -60,7 +60,6 @@ def fields(finding: Finding) -> dict[str, Any]:
     return {"code": finding.code, "severity": finding.severity, **where, **texts, **lists}
 
 
-_ABOVE_LAYERS = re.compile(r"^(?:.*?\.)?\d+\.")
 _LAYER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -70,7 +69,7 @@ def folded(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     Example:
         >>> twice = [Finding("E205", "8 heads are not even", tensor=f"layers.{i}.{x}") for i in (0, 1) for x in "kv"]
         >>> folded(twice)[0].notes
-        ('4 tensors fail in this way (layers 0-1, k and v)',)
+        ('found for 4 names: layers.{0..1}.{k,v}',)
     """
     groups: dict[object, list[Finding]] = {}
     for finding in findings:
@@ -91,21 +90,10 @@ def _one(group: Sequence[Finding]) -> Finding:
     names = tuple(dict.fromkeys(finding.tensor for finding in group if finding.tensor))
     if len(names) < 2:
         return first
-    verb = {"error": "fail in this way ", "warning": "", "note": ""}[first.severity]
-    things = f"{len(names)} {'modules' if _is_of_modules(first) else 'tensors'}"
-    count = f"{things} {verb}({where(names)})"
-    fault = first.fault
-    if f"`{first.tensor}`" in fault:  # the fault names one tensor: name the common part, and count
-        fault = fault.replace(f"`{first.tensor}`", f"`{_ABOVE_LAYERS.sub('', first.tensor, count=1)}`")
-        count = f"{things}: {where(names, '{words} of {numbers}')}"
+    count = f"found for {len(names)} names: {listed_briefly(names, 2)}"
     on_purpose = tuple(note for note in first.notes if note.startswith("to "))  # comes last
     notes = (*(note for note in first.notes if note not in on_purpose), count, *on_purpose)
-    return attrs.evolve(first, fault=fault, notes=notes)
-
-
-def _is_of_modules(finding: Finding) -> bool:
-    sides = ("`in", "`out", "`local", "`use")
-    return finding.code in ("E303", "E401", "E402", "E403") or finding.fault.startswith(sides)
+    return attrs.evolve(first, notes=notes)
 
 
 def _place(finding: Finding) -> tuple[str, int, int, str]:

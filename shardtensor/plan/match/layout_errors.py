@@ -1,8 +1,7 @@
-"""Bind the layouts of lines to tensors and the mesh; misfits become findings: E201 to E209, E404, E501."""
+"""Bind the layouts of lines to tensors and the mesh; those that do not fit become findings."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,17 +51,6 @@ class Misfit:
         return self.about["cut"]
 
     @property
-    def axes(self) -> str:
-        """``tp=16``."""
-        return f"{'*'.join(self.cut.axes)}={self.about['count']}"
-
-    @property
-    def dim(self) -> str:
-        """The dim that does not fit, by its name if it has one."""
-        number = self.about["dim"]
-        return f"`{self.dims[number]}`" if self.dims is not None else str(number)
-
-    @property
     def call(self) -> str:
         """The text of the plan there; empty for rules made in Python."""
         return self.line.origin.text if self.line.origin is not None else ""
@@ -93,49 +81,22 @@ def _unknown_axis(case: Misfit) -> Message:
     return case.fault, axes_text(case.plan), nearest(case.about["name"], names) or f"use one of {', '.join(names)}"
 
 
-def _dim_count(case: Misfit) -> Message | None:
-    given = case.about.get("given", case.about.get("least"))
-    ndim = len(case.info.shape)
-    if given is None or not isinstance(case.spec, Spec):
-        return None
-    least = "at least " * ("least" in case.about)
-    entries = [dim for dim in case.spec.dims if dim is not ...]
-    kept = [*entries[:ndim], *[None] * (ndim - len(entries))]
-    cut = next((i for i, dim in enumerate(kept) if dim is not None), None)
-    fix = "write `replicate`"
-    if cut is not None:
-        is_last = 0 < cut == given - 1 == ndim - 1
-        some = (..., kept[cut]) if is_last else (*kept[: cut + 1], ...)
-        fix = f"write `{Spec.of(tuple(kept))}` or `replicate`; `{Spec.of(some)}` fits any number of dims"
-    return f"the layout has {least}{_many(given, 'dim')}, the tensor has {ndim}", case.shape, fix
-
-
-def _dim_name(case: Misfit) -> Message:
-    if case.dims is None:
-        named = ", ".join(name for name, _ in case.spec.named) if isinstance(case.spec, Spec) else ""
-        return (
-            f"the layout names the dim `{named}`, and the dims of this tensor have no known names",
-            f"{case.shape}; names come from the type of its layer, or from `dims` lines",
-            "write the cut by position, such as `[tp, -]`; or add a line `dims PATTERN (out = ..., in = ...)`",
-        )
-    name = case.about["name"]
-    near = nearest(name, case.dims) or f"its dims are {listed([f'`{dim}`' for dim in case.dims])}"
-    return f"this tensor has no dim called `{name}`", case.shape, near
-
-
 def _uneven(case: Misfit) -> Message:
     length, count, unit = case.about["length"], case.about["count"], case.cut.unit
     units = length // unit
     heads = any(units == value for key, value in case.plan.config.items() if "head" in key)
-    what = f"{units} {'heads' if heads else 'units'} of {unit}" if unit > 1 else f"{length} elements of dim {case.dim}"
-    whole = case.info.shape[case.about["dim"]]
+    number = case.about["dim"]
+    dim = f"`{case.dims[number]}`" if case.dims is not None else number
+    what = f"{units} {'heads' if heads else 'units'} of {unit}" if unit > 1 else f"{length} elements of dim {dim}"
+    whole = case.info.shape[number]
     facts = [case.shape]
     if whole != length:
         blocks = "blocks of {} and others" if whole % length else f"{whole // length} blocks of {{}}"
         facts.append(f"{whole} = {blocks.format(length)}")
     rest = f"{units} % {count} = {units % count}"
     facts.append(f"{length} = {units} units of {unit} and {rest}" if unit > 1 else rest)
-    message = f"{what} cannot be split evenly over {case.axes}", "; ".join(facts), _even_fix(case, units)
+    fault = f"{what} cannot be split evenly over {'*'.join(case.cut.axes)}={count}"
+    message = fault, "; ".join(facts), _even_fix(case, units)
     written = re.search(r"\bunit\s*=\s*[\w.]+", case.call) or re.search(r"\bunit\([^()]*\)", case.call)
     if unit > 1 and length % count == 0 and written is not None:
         argument = re.sub(r"=", " = ", re.sub(r" ", "", written[0]))
@@ -165,64 +126,19 @@ def _even_fix(case: Misfit, units: int) -> str:
     return f"{axes_of} has to divide {units} ({shown}); or write `balanced` after it for pieces that differ {differ}"
 
 
-def _blocks(case: Misfit) -> Message:
-    shares, length = case.about["shares"], case.about["length"]
-    total = sum(shares)
-    fault, why = f"dim {case.dim} of {length} elements is not ", f"{case.shape}; {length} % {total} = {length % total}"
-    if len(set(shares)) == 1:
-        return f"{fault}{len(shares)} equal blocks", why, f"the number of blocks has to divide {length}"
-    fault += f"blocks in the proportion {' : '.join(map(str, shares))}"
-    fix = f"give shares that add up to a divisor of {length}"
-    return fault, f"{why}, and {total} is what the shares add up to", fix
-
-
-def _unit(case: Misfit) -> Message:
-    length, unit = case.about["length"], case.cut.unit
-    why = f"{case.shape}; {length} = {length // unit} units of {unit} and {length % unit} more"
-    common = math.gcd(length, unit)
-    fix = f"choose a unit that divides {length}{f', such as {common}' * (common > 1)}; or write `pad({unit})`"
-    return f"dim {case.dim} of {length} elements is not whole units of {unit}", why, fix
-
-
-def _sizes(case: Misfit) -> Message | None:
-    if "clash" in case.about:
-        return None
-    cut, count = case.cut, case.about["count"]
-    length = case.info.shape[case.about["dim"]]
-    assert cut.sizes is not None
-    bad = next((size for size in cut.sizes if size % cut.unit), None)
-    if len(cut.sizes) != count:
-        fault = f"{_many(len(cut.sizes), 'size')} for the {count} pieces of {case.axes}"
-    elif bad is not None:
-        fault = f"the size {bad} is not a multiple of the unit {cut.unit}"
-    else:
-        fault = f"the sizes add up to {sum(cut.sizes)}, dim {case.dim} has {length} elements"
-    why = case.shape + f"; {' + '.join(map(str, cut.sizes))} = {sum(cut.sizes)}" * (len(cut.sizes) > 1)
-    unit = f", multiples of {cut.unit}," * (cut.unit > 1)
-    return fault, why, f"give {_many(count, 'size')}{unit} that add up to {length}"
-
-
 def _rank(case: Misfit) -> Message:
     rank, world = case.about["rank"], case.plan.axes.mesh.size
     fix = f"name ranks 0 to {world - 1}, or run with --world {rank + 1}"
-    return f"rank {rank} is outside the world of {_many(world, 'rank')}", f"ranks count from 0; {case.shape}", fix
+    return f"rank {rank} is outside the world of {world} ranks", f"ranks count from 0; {case.shape}", fix
 
 
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
-_MESSAGES: dict[str, tuple[str, Callable[[Misfit], Message | None]]] = {
+_MESSAGES: dict[str, tuple[str, Callable[[Misfit], Message]]] = {
     "E201": ("name", _unknown_axis),
-    "E202": ("", _dim_count),
-    "E203": ("", _dim_name),
     "E205": ("cut", _uneven),
-    "E206": ("", _blocks),
-    "E207": ("", _unit),
-    "E208": ("cut", _sizes),
     "E501": ("rank", _rank),
 }
-"""By the code: the number that the error must have, and a function that writes the finding in the plan's words."""
+"""By the code: the number that the error must have, and a function that writes the finding with what a plan knows
+beyond one tensor: axes that are made of factors, heads, the world. Others are as `bind` writes them."""
 
 
 @attrs.frozen(eq=False)
@@ -292,8 +208,9 @@ class Binder:
         case = Misfit(bound.spec, info, self.dims(info), line, self._plan, about, error.fault)
         code, facts = error.code or "E202", dict(error.rows)
         needed, write = _MESSAGES.get(code, ("", None))
-        message = write(case) if write is not None and (not needed or about.get(needed) is not None) else None
-        if message is None:
+        if write is not None and about.get(needed) is not None:
+            message = write(case)
+        else:
             ways = [facts[key] for key in ("fix", "either") if key in facts]
             texts = [f"{key} {facts[key]}" for key in ("both", "volume") if key in facts]
             why = facts.get("why", "") if code == "E204" else "; ".join([case.shape, *texts])

@@ -155,9 +155,8 @@ def match_lines(lines: Iterable[Line], tree: NameTree) -> Matches:
 class Disputes:
     """Compares the lines that match one name: E302 and W302."""
 
-    def __init__(self, matches: Matches) -> None:
+    def __init__(self) -> None:
         self.findings: list[Finding] = []
-        self._matches = matches
         self._pairs: dict[object, str] = {}
 
     def winner(self, name: str, lines: Sequence[Line], meanings: Mapping[int, Any], what: str = "") -> Line | None:
@@ -185,28 +184,13 @@ class Disputes:
         where = f"the other rule is {place} `{place.text}`" if place is not None else ""
         code, how, fix = "W302", "agree", "drop one of them, or narrow its pattern"
         if not agrees:
-            only = self._only(line, other)
-            code, how, fix = "E302", "disagree", "narrow one pattern" + (f" (`{only}`)" if only else "")
+            code, how, fix = "E302", "disagree", "narrow one pattern"
         rule = "a value passes a module in one way" if what else "one tensor, one rule"
         self.findings.append(Finding(
             code, f"{subject} is matched by two rules that {how}", pattern_place(line),
             f"{rule}: order in the file never decides", fix,
             (where or f"the rules are {_rule_text(line)} and {_rule_text(other)}",), name,
         ))  # fmt: skip
-
-    def _only(self, line: Line, other: Line) -> str:
-        """Return a segment of a pattern for the names that `line` matches and `other` does not; empty if too long."""
-        head = line.module or line.pattern
-        segments = pattern(head).segments
-        theirs = set(self._matches.names[id(other)])
-        if not segments or any(segment.is_deep for segment in segments):
-            return ""
-        for at in reversed(range(len(segments))):
-            words = dict.fromkeys(name.split(".")[at] for name in self._matches.names[id(line)] if name not in theirs)
-            both = {name.split(".")[at] for name in self._matches.names[id(line)] if name in theirs}
-            if words and not both & set(words):  # here their names differ
-                return "" if len(words) > 3 else next(iter(words)) if len(words) == 1 else f"{{{','.join(words)}}}"
-        return ""
 
 
 def _rule_text(line: Line) -> str:

@@ -48,7 +48,7 @@ def resolve(plan: Plan, model: Model) -> Resolved:
     binder = Binder(plan, model, tree)
     ties, tie_findings = read_ties(plan, model, tree)
     matches = match_lines(plan.lines, tree)
-    disputes = Disputes(matches)
+    disputes = Disputes()
 
     placing = _Placing(plan, model, binder, ties, matches, disputes)
     tensors = placing.tensors()

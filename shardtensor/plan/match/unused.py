@@ -8,11 +8,11 @@ from itertools import islice, product
 
 import attrs
 
-from shardtensor.plan.findings.brief import brief_names, skeleton
+from shardtensor.plan.findings.brief import listed_briefly, skeleton
 from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.line import Line, pattern_place, segment_place, statement, style_note
 from shardtensor.plan.match.name_tree import Matches, NameTree, Way
-from shardtensor.plan.match.patterns import Pattern, Segment, one_of, pattern
+from shardtensor.plan.match.patterns import Pattern, Segment, matches, one_of, pattern
 from shardtensor.plan.plan import Plan
 
 
@@ -141,9 +141,6 @@ def _words(segment: Segment) -> tuple[str, ...]:
 ALIKE = 0.6
 """The similarity (0 to 1) from which a word counts as a misspelled name."""
 
-MOST = 4
-"""The largest number of patterns of tensors that one finding lists."""
-
 
 def unplaced(
     plan: Plan, names: Sequence[str], nothing: Iterable[UnmatchedPattern]
@@ -178,16 +175,9 @@ def unplaced(
                 note += " in the braces matches nothing (W303)"
             notes.insert(0, note)
             fix = f"the nearest pattern is this one: did you mean `{corrected}`?"
-        fault = f"no rule matches {_listed(group)}"
+        fault = f"no rule matches {len(group)} tensor{'s' * (len(group) != 1)}: {listed_briefly(group)}"
         findings.append(Finding("E301", fault, place, "every tensor needs a layout", fix, tuple(notes), group[0]))
     return findings, used
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the number of tensors and their names, as text."""
-    brief = list(brief_names(names))
-    more = f" and {len(brief) - MOST} patterns more" if len(brief) > MOST else ""
-    return f"{len(names)} tensor{'s' * (len(names) != 1)}: {', '.join(brief[:MOST])}{more}"
 
 
 def _nearest(name: str, nothing: Sequence[UnmatchedPattern]) -> tuple[UnmatchedPattern, str] | None:
@@ -207,22 +197,19 @@ def _nearest(name: str, nothing: Sequence[UnmatchedPattern]) -> tuple[UnmatchedP
 
 
 def _corrected(each: UnmatchedPattern, word: str, actual: str) -> str:
-    """Return the pattern as it was written, with `actual` in place of `word`; braces are kept as far as possible."""
+    """Return the pattern as it was written, changed so that `actual` is matched in place of `word`."""
     segment = each.segments[each.at]
-    is_alternative = each.finding.code == "W303"
-    place = pattern_place(each.line) if is_alternative else each.place
+    place = pattern_place(each.line) if each.finding.code == "W303" else each.place
     written = place.text if place is not None else ".".join(map(str, each.segments))
-    braces = next((part for part in segment.parts if part.kind == "one_of"), None)
-    if braces is None:
-        return written.replace(str(segment), actual)
-    head, _, tail = str(segment).partition(str(braces))
-    option = word[len(head) : len(word) - len(tail)]
-    right = actual
-    if is_alternative and actual.startswith(head) and actual.endswith(tail):
-        other = actual[len(head) : len(actual) - len(tail)]
-        right = f"{head}{one_of(other if one == each.text else one for one in braces.options)}{tail}"
-    elif not is_alternative and actual.startswith(f"{head}{option}"):
-        right = f"{head}{braces}{actual[len(head) + len(option) :]}"
-    elif not is_alternative and actual.endswith(f"{option}{tail}"):
-        right = f"{actual[: len(actual) - len(option) - len(tail)]}{braces}{tail}"
-    return written.replace(str(segment), right)
+    start = _alike(word, actual)
+    end = _alike(word[start:][::-1], actual[start:][::-1])
+    wrong, right = word[start : len(word) - end], actual[start : len(actual) - end]
+    text, needed = str(segment), {actual, *_words(segment)} - {*each.words}
+    ways = (f"{text[:i]}{right}{text[i + len(wrong) :]}" for i in range(len(text)) if text.startswith(wrong, i))
+    return written.replace(text, next((way for way in ways if all(matches(way, name) for name in needed)), actual))
+
+
+def _alike(one: str, other: str) -> int:
+    """Return the number of characters with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

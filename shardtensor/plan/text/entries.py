@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -65,13 +65,6 @@ class Body:
                 finding = attrs.evolve(finding, origin=_chained(self.above.calls, finding.origin), notes=notes)
             self.plan.find(finding)
 
-    def _evaluated(self, expr: Node, evaluate: Callable[[Node], Any]) -> tuple[Any, str]:
-        """Return a value, and the condition of the ``else`` side that was taken for it."""
-        notes = self.evaluator.scope.notes
-        before = len(notes)
-        value = evaluate(expr)
-        return value, notes[before][1] if len(notes) > before else ""
-
     def _add(self, node: Node, expr: Node, line: Line, above: Above) -> None:
         """Add a line to the plan, with the place of its value."""
         origin = Origin(self.evaluator.source, span(expr))
@@ -96,22 +89,17 @@ class Body:
             for child in right.children:
                 body.read(child)
             return
-        value, other = self._evaluated(right, self.evaluator.value)
+        value = self.evaluator.value(right)
         if isinstance(value, Bundle):
-            self._spell_out(value, attrs.evolve(below, calls=(*above.calls, here)), other)
+            inside = self.evaluator.inside(value.style, value.given)
+            body = Body(self.plan, inside, attrs.evolve(below, calls=(*above.calls, here)))
+            for child in value.style.body:
+                body.read(child)
         elif isinstance(value, ShardingSpec):
-            self._add(node, right, Line(below.pattern, "tensor", value, other=other), below)
+            self._add(node, right, Line(below.pattern, "tensor", value), below)
         else:
             fault = f"`{self.evaluator.text(right)}` is {kind_of(value)}, and a rule says a layout or a style"
             raise self.evaluator.fault("E107", right, fault, fix="write such as `[tp, -]` or `replicate`")
-
-    def _spell_out(self, bundle: Bundle, above: Above, other: str) -> None:
-        lines = self.plan.lines
-        first = len(lines)
-        body = Body(self.plan, self.evaluator.inside(bundle.style, bundle.given), above)
-        for child in bundle.style.body:
-            body.read(child)
-        lines[first:] = [attrs.evolve(line, other=line.other or other) for line in lines[first:]]
 
     # ---------- flows ----------
 
@@ -123,9 +111,8 @@ class Body:
 
     def _side(self, kind: Literal["in", "out"], node: Node) -> None:
         *names, expr = node.children
-        flow, other = self._evaluated(expr, self._flow)
         name = "".join(str(self.evaluator.digits(each)) if each.type == "INT" else str(each) for each in names)
-        self._add(node, expr, Line(self.above.pattern, kind, flow, name, other=other), self.above)
+        self._add(node, expr, Line(self.above.pattern, kind, self._flow(expr), name), self.above)
 
     def _flow(self, node: Node) -> Flow:
         sides = [self._value_layout(child) for child in node.children if not is_kind(child, "ARROW", "grad")]
@@ -158,11 +145,11 @@ class Body:
 
     def _local(self, node: Node) -> None:
         name, expr = node.children
-        spec, other = self._evaluated(expr, self.evaluator.layout_value)
+        spec = self.evaluator.layout_value(expr)
         if not isinstance(spec, Spec) or spec.axis_names != set(cut_axes(spec)) or len(spec.dims) > 1:
             why = "a number that counts is cut as one dim"
             raise self.evaluator.fault("E202", expr, f"`{spec}` is no layout of one dim", why, "write such as `[tp]`")
-        self._add(node, expr, Line(self.above.pattern, "local", spec, str(name), other=other), self.above)
+        self._add(node, expr, Line(self.above.pattern, "local", spec, str(name)), self.above)
 
     def _use(self, node: Node) -> None:
         (call,) = node.children

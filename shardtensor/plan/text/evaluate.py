@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from difflib import SequenceMatcher
 from typing import Any
 
-from lark import Token, Tree
+from lark import Token
 
 from shardtensor.errors import SpecError
 from shardtensor.plan.findings.finding import Finding, Origin
@@ -33,7 +33,7 @@ from shardtensor.spec.devices import ChunkShardingSpec, EnumerableShardingSpec, 
 from shardtensor.spec.diagnostics import Source
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.spec.parts import MAX_NUMBER
-from shardtensor.spec.reader import WORDS, Reader, Use, Word, as_in, span
+from shardtensor.spec.reader import WORDS, Reader, Use, Word, span
 
 MAX_ENTRIES = 10_000
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
@@ -131,7 +131,7 @@ class Evaluator(Reader):
         if isinstance(value, ShardingSpec | Bundle) and not (switch is not None and switch.is_param):
             fault = f"the `else` side was taken: `{self.text(other)}`"
             note = Finding("N001", fault, Origin(self.source, span(node)), known_values(self.scope, condition))
-            self.scope.notes.append((note, self.text(condition)))
+            self.scope.notes.append(note)
         return value
 
     def _default(self, node: Node) -> Any:
@@ -342,24 +342,14 @@ class Evaluator(Reader):
             value = self.value(node)
             return value if value == "row" else self._as_number(node, value)
         if kind in ("axes", "axis"):
-            axes = tuple(axis for token in self._axis_tokens(node, word) for axis in self.axis(token))
-            return axes[0] if kind == "axis" and len(axes) == 1 else axes
-        if kind == "word":
-            value = self.value(node)
-            if isinstance(value, str):
-                return value
-            raise self.fault("E102", node, f"`{word.name}` needs a word here", fix=as_in(word))
-        if kind == "numbers" and not is_kind(node, "tuple"):
-            raise self.fault("E102", node, f"`{word.name}` needs numbers in brackets here", fix=as_in(word))
-        return super().argument(kind, node, word)
-
-    def _axis_tokens(self, node: Node, word: Word) -> list[Token]:
-        is_product = is_kind(node, "product") and set(node.children[1::2]) == {"*"}
-        words = list(map(_word, node.children[::2] if is_product else [node]))
-        if any(each is None or len(each.children) > 1 for each in words):
-            fault = f"`{word.name}` needs an axis, or a product as in `tp*dp`"
-            raise self.fault("E102", node, fault, fix=as_in(word))
-        return [each.children[0] for each in words if each is not None]  # type: ignore[misc]
+            is_product = is_kind(node, "product") and set(node.children[1::2]) == {"*"}
+            names = [_word(each) for each in (node.children[::2] if is_product else [node])]
+            if all(name is not None and len(name.children) == 1 for name in names):
+                axes = tuple(axis for name in names for axis in self.axis(name.children[0]))
+                return axes[0] if kind == "axis" and len(axes) == 1 else axes
+        if kind == "word" and isinstance(value := self.value(node), str):
+            return value
+        return super().argument(kind, node, word)  # or its error
 
     def axis(self, token: Token) -> tuple[str, ...]:
         """Return the axes of a name, where the language needs axes."""
@@ -384,7 +374,7 @@ def is_kind(node: Node, *kinds: str) -> bool:
     return (node.type if isinstance(node, Token) else node.data) in kinds
 
 
-def _word(node: Node) -> Tree | None:
+def _word(node: Node) -> Node:
     """Return the name of an expression that is only a name; else None."""
     inner = node.children[0] if is_kind(node, "spec") and len(node.children) == 1 else node
     return inner if is_kind(inner, "word") else None

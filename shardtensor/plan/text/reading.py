@@ -13,7 +13,7 @@ from shardtensor.errors import SpecError
 from shardtensor.mesh import Mesh
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.flows.flow import Flow, cut_axes
+from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.entries import Above, Body
 from shardtensor.plan.text.evaluate import Evaluator, is_kind
@@ -96,36 +96,28 @@ class PlanReader(Statements):
 
     Args:
         given: the values of parameters from outside.
-        only_head: read only statements with numbers (param, let, mesh, require), none about tensors.
+
+    Attributes:
+        mesh_params: the parameters that the mesh depends on.
     """
 
-    def __init__(self, files: Files, scope: Scope, given: Mapping[str, Any], only_head: bool = False) -> None:
+    def __init__(self, files: Files, scope: Scope, given: Mapping[str, Any]) -> None:
         super().__init__(scope, given)
         self.files = files
-        self.only_head = only_head
+        self.mesh_params: tuple[str, ...] = ()
         self._open: list[File] = []
         self._done: set[str] = set()
-        self._main: File | None = None
 
     def read(self, file: File) -> None:
         """Read the plan's own file, and all files that it includes."""
-        self._main = file
         try:
             self._read_file(file)
             self.unknown_params()
             self._check_data()
         except Stop:
             pass
-        for note, _ in self.scope.notes:
+        for note in self.scope.notes:
             self.find(note)
-
-    def again(self, given: Mapping[str, Any]) -> PlanReader:
-        """Read the numbers of the same plan for other values of parameters."""
-        assert self._main is not None
-        scope = Scope(self.scope.config, self.scope.world, self.scope.config_source)
-        other = PlanReader(self.files, scope, given, only_head=True)
-        other.read(self._main)
-        return other
 
     def _read_file(self, file: File) -> None:
         self._done.add(file.key)
@@ -147,9 +139,8 @@ class PlanReader(Statements):
     def _statement(self, node: Node) -> None:
         kind = str(node.data)
         if kind in ("rule", "in", "out", "use", "local"):
-            if not self.only_head:
-                Body(self, self.evaluator, Above()).read(node)
-        elif not self.only_head or kind not in ("dims", "tie", "store", "unmatched"):
+            Body(self, self.evaluator, Above()).read(node)
+        else:
             getattr(self, f"_{kind}")(node)
 
     def _include(self, node: Node) -> None:
@@ -173,13 +164,16 @@ class PlanReader(Statements):
     def _mesh(self, node: Node) -> None:
         if self.scope.axes is not None:
             raise self.fault("E105", node.children[0], "a plan has one mesh, and this is another", fix="keep one")
+        self.mesh_params = params_in(self.scope, node)
         self.axes = MeshReader(self).read(node.children[0])
 
     def _check_data(self) -> None:
         """Find E204: a flow names data axes."""
         for line in self.lines:
             if isinstance(line.value, Flow):
-                wrong = set(self.scope.leaves(_flow_axes(line.value))) & set(self.scope.leaves(self.data))
+                flow = line.value
+                named = flow.before.axis_names.union(flow.after.axis_names, flow.partials)
+                wrong = set(self.scope.leaves(tuple(named))) & set(self.scope.leaves(self.data))
                 if wrong:
                     axis = min(wrong)
                     why = "a flow says what ranks of one data coordinate see; along data axes samples differ"
@@ -204,12 +198,6 @@ class PlanReader(Statements):
             tuple(file.source for file in self.files.opened.values()),
             tuple(self.findings),
         )
-
-
-def _flow_axes(flow: Flow) -> tuple[str, ...]:
-    """Return all axes that a flow names."""
-    partial = tuple(axis for side in (flow.before, flow.after) for part in side.partial_parts for axis in part.axes)
-    return (*cut_axes(flow.before), *cut_axes(flow.after), *partial, *flow.partials)
 
 
 def _public(value: Any) -> Any:

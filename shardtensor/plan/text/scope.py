@@ -114,7 +114,7 @@ class Scope:
         axes: of the mesh as they were written, major first; None before the mesh.
         made_of: axis -> its factors that are not made of others, major first.
         below: names that the current file defines further down.
-        notes: N001 of layouts and styles after an ``else``, and the conditions.
+        notes: N001 of layouts and styles after an ``else``.
         spent: one for each entry and call of a style; shared by all scopes of a plan.
     """
 
@@ -126,7 +126,7 @@ class Scope:
     axes: tuple[str, ...] | None = None
     made_of: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
     below: frozenset[str] = frozenset()
-    notes: list[tuple[Finding, str]] = attrs.field(factory=list)
+    notes: list[Finding] = attrs.field(factory=list)
     spent: list[None] = attrs.field(factory=list)
 
     def inner(self, style: Style, given: Mapping[str, Any]) -> Scope:
@@ -182,20 +182,14 @@ class Scope:
 
     def axis_twice(self, axes: tuple[str, ...], place: str, first: Use) -> tuple[str, str, str, str]:
         """Return the same for axes that shard one tensor twice."""
-        both = set(self.leaves(axes)) & set(self.leaves(first.axes))
-        axis = axes[0] if len(axes) == 1 else min(both)
-        other = next((name for name in first.axes if set(self.leaves((name,))) & both), first.axes[0])
-        why, fix = f"each rank has a single {axis} coordinate", "keep one of the two"
-        fault = f"axis `{axis}` splits {first.place} and {place} of one tensor"
+        axis, other = "*".join(axes), "*".join(first.axes)
+        where = f"{place} twice" if first.place == place else f"{first.place} and {place} of one tensor"
+        fault, why = f"axis `{axis}` splits {where}", f"each rank has a single {axis} coordinate"
         if axis != other:
-            fault = f"axis `{axis}` and axis `{other}` split one tensor, and they share {', '.join(sorted(both))}"
+            shared = ", ".join(sorted(set(self.leaves(axes)) & set(self.leaves(first.axes))))
+            fault = f"axis `{axis}` and axis `{other}` split one tensor, and they share {shared}"
             why = f"the mesh has {self.mesh_text}"
-        elif first.place == place:
-            fault = f"axis `{axis}` splits {place} twice"
-        elif first.place.startswith("dim") and place.startswith("dim"):
-            why += ", so it would hold only the diagonal blocks"
-            fix += f", or make the axis of factors: `{axis} (a = 2, b = {axis} / a)` and `[a, b]`"
-        return "E204", fault, why, fix
+        return "E204", fault, why, "keep one of the two"
 
 
 def kind_of(value: Any) -> str:

@@ -313,6 +313,10 @@ def _given_by(name: str, value: Any) -> str:
     return f"{name}={shown(value)}, given by the caller"
 
 
+_SEGMENT = re.compile(r"\*\*|(?:(?!\*\*|[{}]).|\{[^}]*\})+", re.DOTALL)
+"""A segment of a pattern: ``**`` alone, or text with stars and closed braces."""
+
+
 def pattern_of(glob: Node, evaluator: Evaluator, above: str = "", *, names: bool = True) -> str:
     """Return the pattern of a node, from the root.
 
@@ -324,12 +328,9 @@ def pattern_of(glob: Node, evaluator: Evaluator, above: str = "", *, names: bool
     fault, fix = "", ""
     segments = text.split(".")
     whole = ".".join(filter(None, (above, text)))
-    if not text or "" in segments:
-        fault, fix = "a segment of this pattern is empty", "write names with one dot between them"
-    elif any("**" in segment and segment != "**" for segment in segments):
-        fault, fix = "`**` stands for whole segments", "write it between dots, or `*` for characters of a segment"
-    elif any(re.search(r"\{[^}]*$|^[^{]*\}", segment) for segment in segments):
-        fault, fix = "alternatives in braces are of one segment", "write `{a,b}` without dots, or two rules"
+    if not all(_SEGMENT.fullmatch(segment) for segment in segments):
+        fault = "a segment of this pattern is empty, or has a part of `**` or `{a,b}`"
+        fix = "write names with one dot between them, `**` between dots, and alternatives without dots"
     elif any(len(re.findall(r"\*|\{", segment)) > MAX_STARS for segment in segments) or (
         whole.split(".").count("**") > MAX_STARS
     ):
