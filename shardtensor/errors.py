@@ -17,6 +17,8 @@
     ├── CaptureError           (RuntimeError)    a step cannot be captured in a CUDA graph, or be replayed as called
     └── CheckpointError        (ValueError, RuntimeError)  a checkpoint cannot be saved, or cannot be loaded here
 
+`NotTraced` stands alone: nothing is wrong, but a step of a module cannot run in this process.
+
 Each also inherits the built-in type that torch raises in the same place, so ported ``except`` clauses work.
 A message has three parts: the fault in the user's terms, facts as aligned pairs, and fixes.
 """

@@ -246,7 +246,7 @@ def show_plan(report: dict[str, Any], console: Console | None = None) -> None:
 
 def figures(report: dict[str, Any]) -> dict[str, str]:
     """Return what plans are compared by, as text; the step's figures only if it was counted."""
-    found = {"model": report["architecture"], "bytes of a rank": bytes_text(report["memory"]["most"]["total"], 2)}
+    found = {"model": report["architecture"], "bytes of a rank": bytes_text(report["memory"]["most"]["peak"], 2)}
     if "step" in report:
         step, received = report["step"], sum(row["calls"] * row["received_bytes"] for row in report["collectives"])
         found |= {"estimated step": seconds_text(step["seconds"]), "tokens a second": f"{step['tokens_per_s']:,.0f}"}
