@@ -148,7 +148,8 @@ COSTS = {
     "mesh": "(dp=2, tp=2)", "batch": 2, "seq": 8, "dtype": "bfloat16", "optimizer": "adamw", "master_weights": False,
     "checkpoint_activations": None, "hardware": "h100", "data_ranks": 2, "memory_bytes": 1 << 30, "fits": True,
     "memory": {"most": {"rank": 0, **dict.fromkeys((
-        "parameters", "gradients", "optimizer", "master_weights", "buffers", "gathered", "activations", "total", "peak"), 1)}},
+        "parameters", "gradients", "optimizer", "master_weights", "buffers", "gathered", "activations", "total", "peak",
+    ), 1)}},
 }  # fmt: skip
 
 
