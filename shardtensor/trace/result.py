@@ -113,9 +113,11 @@ class StepResult:
         else:
             found = self._around_gradient(self.first_fault.rpartition(".")[0])
         ruled = {*self.resolved.modules, *(name.rpartition(".")[0] for name in self.resolved.tensors)}
-        return list({starred(path): path for path in reversed([path for path in found if path in ruled])}.values())[
-            ::-1
-        ]
+        first: dict[str, str] = {}
+        for path in found:
+            if path in ruled:
+                first.setdefault(starred(path), path)
+        return [*first.values()]
 
     def _before(self, wrong: Border | None) -> list[str]:
         """Return the modules whose results reached the first wrong value, or the one that stopped."""
