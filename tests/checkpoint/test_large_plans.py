@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 
@@ -63,6 +64,15 @@ def header(manifest: Manifest, file: str) -> TensorFile:
     return TensorFile(entries, {}, "")
 
 
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """A collection would visit the objects of all earlier tests of the process."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize(
     ("mesh", "seconds"),
     [
