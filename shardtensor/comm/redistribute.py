@@ -282,7 +282,7 @@ class PendingReduceScatter:
 
 def _all_gather(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> torch.Tensor:
     shape = x.shape
-    if sizes is None and (dim == 0 or (dim == 1 and shape[0] == 1)):  # the slices lie in order: no copies
+    if sizes is None and dim >= 0 and math.prod(shape[:dim]) == 1:  # the slices lie in order: no copies
         return group.all_gather(x).view(*shape[:dim], shape[dim] * group.size, *shape[dim + 1 :])
     length = shape[dim] * group.size if sizes is None else sum(sizes)
     return _unpacked(group.all_gather(*_packed(x, dim, sizes)), shape, dim, length)
@@ -290,7 +290,7 @@ def _all_gather(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> torch.
 
 def _reduce_scatter(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> torch.Tensor:
     shape = x.shape
-    if sizes is None and (dim == 0 or (dim == 1 and shape[0] == 1)):
+    if sizes is None and dim >= 0 and math.prod(shape[:dim]) == 1:
         return group.reduce_scatter(x).view(*shape[:dim], shape[dim] // group.size, *shape[dim + 1 :])
     own = _own(x, dim, sizes, group)
     return _unpacked(group.reduce_scatter(*_packed(x, dim, sizes)), shape, dim, own).contiguous()

@@ -427,6 +427,7 @@ def call_everything() -> list[Any]:
                 group.all_to_all(ones, [1] * group.size, [1] * group.size).tolist(),
                 group.scatter([ones] * group.size, group.size, 0, ones).tolist(),
                 group.broadcast(ones.clone(), group.size - 1).tolist(),
+                group.broadcast_async(ones.clone(), group.size - 1).wait().tolist(),
                 group.exchange(b"%d" % group.rank),
                 group.exchange_objects({"rank": group.rank}),
                 group.barrier(),

@@ -12,10 +12,21 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group, SingleRankGroup
 from shardtensor.comm.process_group import as_group
-from shardtensor.comm.redistribute import PendingReduceScatter, all_gather, local_slice, reduce_scatter
+from shardtensor.comm.redistribute import (
+    PendingReduceScatter,
+    all_gather,
+    as_nothing,
+    local_slice,
+    move_along,
+    reduce_scatter,
+    run_moves,
+)
 from shardtensor.errors import LayoutError
+from shardtensor.layout.bind import bind
 from shardtensor.layout.route import DimStep
+from shardtensor.mesh import read_mesh
 from shardtensor.spec.nodes import Cut
+from shardtensor.spec.parse import parse_spec
 
 
 def numbers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -157,3 +168,28 @@ def test_alone_there_is_nothing_to_join():
     for move in (all_gather, local_slice, reduce_scatter):
         out = move(x, DimStep("", dim=1), alone)
         assert torch.equal(out, x) and out.requires_grad
+
+
+def sums_of_values_and_of_gradients() -> None:
+    group = as_group()
+    x, total = torch.full((2, 3), group.index + 1.0), group.size * (group.size + 1) / 2
+    assert run_moves(x.clone(), (move_along(DimStep("all_reduce"), group),)).eq(total).all()
+    leaf = x.clone().requires_grad_()
+    y = run_moves(leaf, (move_along(DimStep("sum_gradient"), group),))
+    assert torch.equal(y, x)
+    (y * (group.index + 1)).sum().backward()
+    assert leaf.grad is not None and leaf.grad.eq(total).all()
+
+
+@pytest.mark.worlds("sim")
+def test_partial_sums_are_summed_and_gradients_of_replicas_too(world):
+    world(sums_of_values_and_of_gradients, 3)
+
+
+def test_an_empty_result_gets_the_strides_of_its_shape_and_a_view_stays():
+    layout = bind(parse_spec("[tp balanced, -]"), (1, 4), read_mesh("tp=2"))
+    x = torch.empty(0, 4)
+    assert as_nothing(x.new_empty_strided((0, 4), (0, 0)), layout, 1).stride() == x.stride()
+    assert as_nothing(x, layout, 1) is x
+    view = torch.empty(0, 1).expand(0, 4)
+    assert as_nothing(view, layout, 1) is view

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from test_reshard import specs
+from tensor.test_reshard import specs
 
 import shardtensor as st
 from shardtensor.comm import exchange
