@@ -127,8 +127,9 @@ class _Redistribute(Function):
     def forward(ctx: Any, x: torch.Tensor, call: tuple[Run, Run, tuple[Any, ...]]) -> torch.Tensor:
         ctx.call, ctx.shape = call, x.shape
         run, _, how = call
-        out = run(x, *how)
-        if out is x:
+        held = alias(x)  # a backend's thread may hold it for a moment, and must not hold the graph
+        out = run(held, *how)
+        if out is held:
             return x.view_as(x)
         # autograd refuses writes into a view that a Function returns: right for a slice, not for a result of its own
         return out if torch.compiler.is_compiling() or _is_alias_of(out, x) else out.detach()
