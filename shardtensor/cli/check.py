@@ -77,7 +77,7 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, Ran]:
     resolved = resolved_of(options.plan, options)
     findings, ran = check_plan(resolved), Ran()
     errors = _errors(findings)
-    if not errors or not any(each.code not in OF_FLOWS for each in errors):
+    if all(each.code in OF_FLOWS for each in errors):
         found, ran = compare_step(options, resolved)
         if _errors(found):
             found = tuple(_with_own_numbers(each, errors) for each in found)

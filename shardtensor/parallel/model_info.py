@@ -49,7 +49,7 @@ def model_info(module: nn.Module, source: str = "", *, all_buffers: bool = False
             tensors[full] = TensorInfo(full, shape, dims, dtype, is_buffer, tensor.requires_grad)
             names.setdefault(id(tensor), []).append(full)
     tied = tuple(tuple(dict.fromkeys(each)) for each in names.values() if len(set(each)) > 1)
-    return Model(tuple(tensors.values()), source or type(module).__name__, modules, tied, _config(module))
+    return Model(tuple(tensors.values()), source or type(module).__name__, modules, tied, config_of(module))
 
 
 def modules_by_path(module: nn.Module) -> dict[str, nn.Module]:
@@ -87,7 +87,7 @@ def _class_name(module: nn.Module) -> str:
     return cls.__name__
 
 
-def _config(module: nn.Module) -> Mapping[str, Any]:
+def config_of(module: nn.Module) -> Mapping[str, Any]:
     """Return the configuration of a module that has one, as those of Hugging Face do; else an empty dict."""
     to_dict = getattr(getattr(module, "config", None), "to_dict", None)
     return to_dict() if to_dict is not None else {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -50,27 +50,14 @@ class Recorder:
         self.sites: dict[str, str] = {}
         self._calls: dict[tuple[str, str], int] = {}
 
-    @contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
+    def watching(self, module: nn.Module) -> AbstractContextManager[None]:
         """Record while the block runs."""
-        handles = []
-        for name, part in module.named_modules():
-            path = unwrapped(name)
 
-            def enter(owner: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-                self.sites[path] = _site()
-                self._record(path, "in", (args, kwargs))
+        def enter(path: str, owner: nn.Module, inputs: Any) -> None:
+            self.sites[path] = _site()
+            self._record(path, "in", inputs)
 
-            def leave(owner: nn.Module, args: Any, output: Any, path: str = path) -> None:
-                self._record(path, "out", output)
-
-            handles.append(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            handles.append(part.register_forward_hook(leave))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return calling_around(module, enter, lambda path, output: self._record(path, "out", output))
 
     def _record(self, path: str, side: str, value: Any) -> None:
         call = self._calls.get((path, side), 0)
@@ -81,6 +68,35 @@ class Recorder:
                 self.values[path, side, call, i] = kept
                 if tensor.requires_grad and not isinstance(tensor, ShardedTensor):
                     tensor.register_hook(lambda grad, kept=kept: setattr(kept, "grad", grad.detach().clone()))
+
+
+@contextmanager
+def calling_around(
+    module: nn.Module, enter: Callable[[str, nn.Module, Any], None], leave: Callable[[str, Any], None]
+) -> Iterator[None]:
+    """Call a function before and after each forward of each module, outside of what a plan adds to them.
+
+    Args:
+        enter: of the path, the module, and its positional and named arguments.
+        leave: of the path and the result.
+    """
+    handles: list[Any] = []
+    for name, part in module.named_modules():
+        path = unwrapped(name)
+
+        def before(owner: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            enter(path, owner, (args, kwargs))
+
+        def after(owner: nn.Module, args: Any, output: Any, path: str = path) -> None:
+            leave(path, output)
+
+        handles.append(part.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        handles.append(part.register_forward_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 TORCH = str(Path(torch.__file__).parent)

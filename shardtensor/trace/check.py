@@ -33,7 +33,7 @@ from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.sim.simulate import simulate
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
-from shardtensor.trace.borders import TOLERANCE, TORCH, Recorder
+from shardtensor.trace.borders import TOLERANCE, TORCH, Recorder, Relation
 from shardtensor.trace.edits import Edit, edits, loss_edit
 from shardtensor.trace.example import example_step
 from shardtensor.trace.result import StepResult, data_axes
@@ -103,10 +103,10 @@ def check_numeric(
         return ()
     findings: list[Finding] = []
     for _ in range(MISTAKES):
-        edit, path = _best_edit(dense, outcome)
-        if edit is None:
+        found = _best_edit(dense, outcome)
+        if found is None:
             return (*findings, *outcome.findings())
-        after = dense.run(edit.plan)
+        edit, path, after = found
         if outcome.errors and not after.is_right:
             return (*findings, *outcome.errors)
         findings.append(outcome.finding(edit, path, after))
@@ -201,20 +201,20 @@ def _with_own_parameters(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _best_edit(dense: _Dense, outcome: StepResult) -> tuple[Edit | None, str]:
-    """Return the first edit that makes the step right, else the one that makes it right furthest on, with its module;
-    None if no edit makes it better."""
+def _best_edit(dense: _Dense, outcome: StepResult) -> tuple[Edit, str, StepResult] | None:
+    """Return the first edit that makes the step right, else the one that makes it right furthest on, with its module
+    and what the step then gives; None if no edit makes it better."""
     axes = tuple(name for name, size in outcome.mesh.axes if size > 1)
-    best: tuple[Edit | None, str] = (None, "")
+    best: tuple[Edit, str, StepResult] | None = None
     score, end = outcome.score, time.process_time() + SECONDS
     for path, edit in _edits(outcome, axes):
         if time.process_time() > end:
             break
         after = dense.run(edit.plan)
         if after.is_right:
-            return edit, path
+            return edit, path, after
         if after.score > score:
-            best, score = (edit, path), after.score
+            best, score = (edit, path, after), after.score
     return best
 
 
@@ -265,9 +265,8 @@ def _fault(ranks: list[Gradient], scale: float) -> str:
     if length <= TOLERANCE * scale:
         return "not 0, as it should be"
     ratio = (got @ ref).item() / length**2
-    if (got - ratio * ref).norm().item() <= floor and abs(ratio) > TOLERANCE:
-        return f"{ratio:.4g} times too large" if ratio > 1 else f"{1 / ratio:.4g} times too small"
-    return f"off by {100 * off / length:.0f} %"
+    is_multiple = (got - ratio * ref).norm().item() <= floor and abs(ratio) > TOLERANCE
+    return str(Relation("wrong", ratio=ratio if is_multiple else 0.0, off=off / length))
 
 
 # -- places ------------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def edits(resolved: Resolved, path: str, axes: tuple[str, ...]) -> tuple[Iterato
         axes: along which ranks share the work of a sample.
     """
     usual = {as_written(line.value) for line in resolved.plan.lines if line.kind in ("in", "out")}
-    flows = [(edit, text) for edit, text in _flow_edits(resolved, path, axes)]
+    flows = [*_flow_edits(resolved, path, axes)]
     styles = [*_style_edits(resolved, path, axes, usual)]
     return (
         chain(styles[:-1], _argument_edits(resolved, path), (edit for edit, text in flows if text in usual)),
@@ -90,10 +90,8 @@ def _style_edits(resolved: Resolved, path: str, axes: tuple[str, ...], usual: It
         for style in styles:
             text = f"write `{style.name}` for `{pattern}`"
             yield Edit(attrs.evolve(plan, lines=(*rest, *style.lines(pattern))), text, at)
-    whole = Edit(
-        attrs.evolve(plan, lines=(*rest, Line(pattern, value=Replicate()))), f"write `replicate` for `{pattern}`", at
-    )
-    yield whole
+    whole = attrs.evolve(plan, lines=(*rest, Line(pattern, value=Replicate())))
+    yield Edit(whole, f"write `replicate` for `{pattern}`", at)
 
 
 _SIDES: tuple[Literal["in", "out"], ...] = ("in", "out")
@@ -210,9 +208,8 @@ def _count_edits(resolved: Resolved, path: str, axes: tuple[str, ...]) -> Iterat
     """Yield plans in which attributes of the module that are whole numbers become the rank's share."""
     info, own = resolved.model.modules.get(path), resolved.modules.get(path)
     stated = own.locals if own is not None else {}
-    sizes = dict(resolved.plan.axes.mesh.axes)
-    for axis in (*resolved.plan.axes.named(axes), *axes):
-        size = resolved.plan.axes.size(axis) if axis not in sizes else sizes[axis]
+    for axis in dict.fromkeys((*resolved.plan.axes.named(axes), *axes)):
+        size = resolved.plan.axes.size(axis)
         names = [
             name for name, value in (info.counts if info is not None else {}).items()
             if name not in stated and size > 1 and value >= size and value % size == 0 and "idx" not in name

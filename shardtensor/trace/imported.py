@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from shardtensor.errors import PlanError, ShardTensorError, SpecError
-from shardtensor.parallel.model_info import model_info
-from shardtensor.plan.findings.checking import check_plan
+from shardtensor.parallel.model_info import config_of, model_info
+from shardtensor.plan.findings.checking import errors_of
 from shardtensor.plan.interop.adapters import resolve_with_adapters
 from shardtensor.plan.interop.derived import Part, Rules, derived_parts
 from shardtensor.plan.interop.hugging_face import OF_VOCABULARY, plan_text_from_hf, value_of
@@ -65,12 +65,6 @@ def imported_plan(model: nn.Module, world: int | None = None) -> ImportedPlan:
     return _imported(_Given(type(model), json.dumps(config_of(model), sort_keys=True, default=str), model), world)
 
 
-def config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the keys of a model's configuration; none if it has no configuration."""
-    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
-    return dict(to_dict())
-
-
 def automatic_plan(model: nn.Module, world: int) -> Plan:
     """Return the plan ``"auto"`` of a model: the package's for its type if it fits, else the imported one.
 
@@ -94,8 +88,7 @@ def automatic_plan(model: nn.Module, world: int) -> Plan:
 
 def _error(plan: Plan, model: Model) -> str:
     """Return the first error of a plan that is found without running it; empty if there is none."""
-    found = check_plan(resolve_with_adapters(plan, model))
-    return next((finding.fault for finding in found if finding.severity == "error"), "")
+    return next((finding.fault for finding in errors_of(resolve_with_adapters(plan, model))), "")
 
 
 @attrs.frozen

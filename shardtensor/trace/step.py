@@ -10,7 +10,7 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
@@ -29,6 +29,7 @@ from shardtensor.plan.plan import Plan
 from shardtensor.sim.traffic import CountingGroup, counting_world
 from shardtensor.tensor.sharded_tensor import local_of
 from shardtensor.tensor.trees import tensors_in
+from shardtensor.trace.borders import calling_around
 from shardtensor.trace.kernels import FusedKernels
 from shardtensor.trace.live import LiveBytes
 
@@ -269,27 +270,17 @@ def _run(module: nn.Module, plan: Plan, step: Step, rank: int) -> _Counted:
     return counted
 
 
-@contextmanager
-def _paths(module: nn.Module, counted: _Counted) -> Iterator[None]:
+def _paths(module: nn.Module, counted: _Counted) -> AbstractContextManager[None]:
     """Record which module runs, and the module of each autograd node."""
-    handles = []
-    for name, each in module.named_modules():
-        path = unwrapped(name)
 
-        def enter(owner: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            counted.inside.append((path, owner))
+    def enter(path: str, owner: nn.Module, inputs: Any) -> None:
+        counted.inside.append((path, owner))
 
-        def leave(owner: nn.Module, args: Any, output: Any, path: str = path) -> None:
-            _mark(output, path)
-            counted.inside.pop()
+    def leave(path: str, output: Any) -> None:
+        _mark(output, path)
+        counted.inside.pop()
 
-        handles.append(each.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-        handles.append(each.register_forward_hook(leave))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return calling_around(module, enter, leave)
 
 
 def _mark(output: Any, path: str) -> None:
