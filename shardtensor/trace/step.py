@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from shardtensor.errors import NotTraced
 from shardtensor.mesh import Ranks, axes_along
@@ -137,6 +138,16 @@ def _addmm_flops(total: Sequence[int], a: Sequence[int], b: Sequence[int], **res
     return 2 * a[0] * a[1] * b[1]
 
 
+class _NoModules(ModuleTracker):
+    """Tracks no module: a FlopCounterMode with it counts for the model as a whole."""
+
+    def __enter__(self) -> _NoModules:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        pass
+
+
 class _Counted:
     """The counts of one rank's run.
 
@@ -153,6 +164,7 @@ class _Counted:
         self.restored = 0
         self.live = LiveBytes()
         self.flop_counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops})
+        self.flop_counter.mod_tracker = _NoModules()  # the tracker's hooks keep recomputed values until a collection
         self.phase: Any = ""
         self.inside: list[tuple[str, nn.Module | None]] = [("", None)]
         self._plan = plan
