@@ -9,25 +9,26 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from operator import truediv
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
-from shardtensor.comm.collectives import sum_gradient
+from shardtensor.comm.collectives import sum_gradient, with_adjoint
 from shardtensor.comm.group import Group, group_along
 from shardtensor.comm.untraced import untraced
 from shardtensor.errors import PlanError
 from shardtensor.parallel.module_changes import dim_sizes_of
-from shardtensor.plan.flows.flow import cuts
+from shardtensor.plan.flows.flow import cut_axes, cuts
 from shardtensor.plan.flows.gradients import Flows
 from shardtensor.plan.flows.modules import is_inside
 from shardtensor.plan.line import Hook
 from shardtensor.plan.match.patterns import unwrapped
 from shardtensor.spec.nodes import Cut, Spec
 from shardtensor.tensor.placing import bind_named, mesh_of
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap
 
 _HOOKS: dict[str, Callable[..., Any]] = {}
 
@@ -54,6 +55,17 @@ class Site:
     def group_along(self, axes: str | Iterable[str]) -> Group:
         """Return the group along some axes of the plan. All ranks call it, and only when the hook is applied."""
         return group_along(self.group, (axes,) if isinstance(axes, str) else axes, PlanError)
+
+    def replicated(self, axis: str) -> frozenset[str]:
+        """Return the names of the module's own parameters that are replicated along an axis of the plan."""
+        modules, prefix = self.flows.modules, f"{unwrapped(self.path)}." if self.path else ""
+        axes = set(modules.leaves((axis,)))
+        found = []
+        for name in self.module._parameters:
+            placed = modules.resolved.tensors.get(f"{prefix}{name}")
+            if placed is not None and isinstance(placed.spec, Spec):
+                found += [name] * axes.isdisjoint(cut_axes(modules.spec(placed.spec)))
+        return frozenset(found)
 
     def refused(
         self, fault: str, facts: Mapping[str, object] | None = None, fix: str | Iterable[str] = ()
@@ -212,6 +224,34 @@ def sum_rope_gradient(site: Site, ax: Any, rope: int) -> Any:
     return apply
 
 
+@register_hook("hf_alibi_of_heads")
+def alibi_of_heads(site: Site, ax: Any) -> Any:
+    """Pass this rank's heads of the argument `alibi`, a bias of scores of shape (batch * heads, 1, length) or None."""
+
+    def apply() -> Any:
+        subgroup: Group = site.group_along(ax)
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            bound = signature.bind_partial(*args, **kwargs)
+            alibi = bound.arguments.get("alibi")
+            if alibi is not None:
+                heads: Any = module.num_heads  # of this rank
+                alibi = alibi.unflatten(0, (-1, subgroup.size * heads))
+                bound.arguments["alibi"] = alibi.narrow(1, subgroup.index * heads, heads).flatten(0, 1)
+            return bound.args, bound.kwargs
+
+        return site.module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    signature = inspect.signature(site.module.forward)
+    if "alibi" not in signature.parameters or not hasattr(site.module, "num_heads"):
+        raise site.refused(
+            "`use hf_alibi_of_heads` is for attention with an argument `alibi` and an attribute `num_heads`",
+            {"arguments": ", ".join(signature.parameters)},
+            "leave it out",
+        )
+    return apply
+
+
 @register_hook("hf_share_of")
 def share_of(site: Site, ax: Any) -> Any:
     """Divide the module's input by the number of ranks along `ax`: its result is summed over them later."""
@@ -228,20 +268,43 @@ def share_of(site: Site, ax: Any) -> Any:
 
 
 @register_hook("hf_local_params")
-def local_params(site: Site) -> Any:
-    """Make the module's own forward compute with its rank's slices of its own parameters, as plain tensors.
+def local_params(site: Site, added: Any = None) -> Any:
+    """Make the module's own forward compute with its rank's slices of parameters, as plain tensors: of its own ones and
+    those of modules below that have no flows.
 
-    For code that multiplies by its parameters itself: stacked experts, the sinks of attention.
+    For code that multiplies by parameters itself: stacked experts, the sinks of attention, the convolution of Mamba.
+    With `added`, an axis along which the result is a partial sum, each of its ranks adds an equal share of replicated
+    parameters, such as the bias of a product by rows.
     """
     kind = type(site.module)
+    has_flows = {id(site.modules[path]) for path, flows in site.flows.modules.stated.items() if flows.ins or flows.outs}
+    paths = [path for path, each in site.module.named_modules() if not path or id(each) not in has_flows]
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        parameters: dict[str, Any] = self._parameters
-        own = {name: p for name, p in parameters.items() if isinstance(p, ShardedTensor)}
-        parameters.update({name: p._local for name, p in own.items()})
-        try:
-            return kind.forward(self, *args, **kwargs)
-        finally:
-            parameters.update(own)
+    def apply() -> NewForward:
+        shares = 1 if added is None else site.group_along(added).size
+        whole = site.replicated(added) if shares > 1 else frozenset[str]()
 
-    return lambda: NewForward(site.module, functools.wraps(kind.forward)(forward))
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            replaced = []
+            for path in paths:
+                parameters: dict[str, Any] = self.get_submodule(path)._parameters
+                for name, each in parameters.items():
+                    is_shared = not path and name in whole
+                    if is_shared or isinstance(each, ShardedTensor):
+                        local = local_of(each)
+                        parameters[name] = with_adjoint(local, truediv, _whole, shares) if is_shared else local
+                        replaced.append((parameters, name, each))
+            try:
+                return kind.forward(self, *args, **kwargs)
+            finally:
+                for parameters, name, each in replaced:
+                    parameters[name] = each
+
+        return NewForward(site.module, functools.wraps(kind.forward)(forward))
+
+    return apply
+
+
+def _whole(gradient: torch.Tensor, shares: int) -> torch.Tensor:
+    """Return the gradient of a sum of equal shares: all ranks have it."""
+    return gradient

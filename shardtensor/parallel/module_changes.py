@@ -213,9 +213,10 @@ def _module_change(path: str, module: nn.Module, flows: Flows, sharded: frozense
         work = flows.works.get(path) or layer_work(layer, flows.modules.nearest_in(path) is not None)
         rank = flows.modules.axes.mesh.ranks[binder.group.index]
         return ModuleChange(path, module, _layer_flow(module, layer, work, binder, rank), sharded)
-    if sharded and not stated.module_flows.uses:  # a hook may make it work on plain slices of its parameters
+    has_tensors = bool(sharded) and flows.modules.computes_on_sharded(path)
+    if has_tensors:
         stated = _of_sharded(stated)
-    return _container(path, module, stated, flows.sums.partials.get(path, ()), binder, bool(sharded))
+    return _container(path, module, stated, flows.sums.partials.get(path, ()), binder, has_tensors)
 
 
 def _text(flows: Mapping[str, Flow]) -> str:

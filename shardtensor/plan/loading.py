@@ -12,8 +12,9 @@ from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.reading import read_plan
 
 PACKAGED = {
-    "bert": "bert", "gpt2": "gpt2", "llama": "llama", "mistral": "llama", "mixtral": "mixtral", "qwen2": "llama",
-    "t5": "t5", "vit": "vit",
+    "bert": "bert", "bloom": "bloom", "deepseek_v3": "deepseek_v3", "falcon": "falcon", "gpt2": "gpt2",
+    "gpt_oss": "gpt_oss", "llama": "llama", "mamba": "mamba", "mistral": "llama", "mixtral": "mixtral",
+    "qwen2": "llama", "t5": "t5", "vit": "vit",
 }  # fmt: skip
 """The plan of the package for each ``model_type`` of a configuration."""
 

@@ -41,14 +41,18 @@ ARCHITECTURES = """
 """.split()
 
 
-def small_model(name: str) -> Any:
-    """Return a model of an architecture, in float64 and evaluation mode, with equal values at each call."""
+def small_model(name: str, **sizes: Any) -> Any:
+    """Return a model of an architecture, in float64 and evaluation mode, with equal values at each call.
+
+    Args:
+        **sizes: keys of its configuration, in place of the usual ones.
+    """
     import torch
     import transformers
 
     from shardtensor.trace.example import with_noise
 
-    config = _config(transformers.models.auto.CONFIG_MAPPING[name])
+    config = _config(transformers.models.auto.CONFIG_MAPPING[name], sizes)
     for part in (config, *(each for each in vars(config).values() if hasattr(each, "to_dict"))):
         part._experts_implementation = "eager"  # the others do not know float64
     family = getattr(transformers, CLASSES.get(name, "AutoModelForCausalLM"))
@@ -58,7 +62,7 @@ def small_model(name: str) -> Any:
         return with_noise(kind._from_config(config, attn_implementation="eager")).double().eval()
 
 
-def off_after_three_steps(module: Any, text: str) -> float:
+def off_after_three_steps(module: Any, text: str, **params: int) -> float:
     """Train a module and a dense copy of it, on this rank; return how far apart their parameters are, relative to how
     far they moved. With the plan "fsdp" each rank sees another sample, else all see the same."""
     import torch
@@ -70,7 +74,7 @@ def off_after_three_steps(module: Any, text: str) -> float:
     group, oracle, module = as_group(), copy.deepcopy(module), copy.deepcopy(module)
     samples, own = (range(group.size), group.rank) if text == "fsdp" else (range(1), 0)
     before = {name: parameter.detach().clone() for name, parameter in oracle.named_parameters()}
-    plan = text if text == "auto" else st.load_plan(text, config=module.config, world=group.size)
+    plan = text if text == "auto" else st.load_plan(text, config=module.config, world=group.size, **params)
     st.shard_module(module, plan)
     dense = torch.optim.SGD(oracle.parameters(), lr=0.05, momentum=0.9)
     sharded = st.ShardedOptimizer(module, torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -88,9 +92,9 @@ def off_after_three_steps(module: Any, text: str) -> float:
     return (apart / moved) ** 0.5
 
 
-def _config(kind: Any) -> Any:
+def _config(kind: Any, changed: dict[str, Any]) -> Any:
     """Return a configuration of small sizes; of layers of several types two, or one of each type."""
-    default, sizes = kind(), dict(SIZES)
+    default, sizes = kind(), SIZES | changed
     if hasattr(default, "kv_lora_rank"):
         sizes |= LATENT
         del sizes["head_dim"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import FULL
+from harness.architectures import small_model
 from harness.quick import sampled
 from harness.tiny import mixtral
 from parallel.family_plans import FAMILIES, plan_for
@@ -129,6 +130,19 @@ def test_calls_of_an_architecture_are_those_that_its_ranks_make(kind, world):
     last = world - 1
     assert calls[last]
     assert traced(plan, transformers_model(keys), loss, last) == calls[last]
+
+
+@pytest.mark.parametrize("kind", ["bloom", "deepseek_v3", "falcon", "gpt_oss", "mamba"])
+def test_calls_of_a_plan_for_an_architecture_are_those_that_its_ranks_make(kind):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    small = small_model(kind)
+    keys = small.config.to_dict() | {"architectures": [type(small).__name__], "dtype": "bfloat16"}
+    plan = load_plan(kind, config=keys, world=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_dispatch, "chosen", _in_turn)
+        calls = ran(2, train(plan, lambda: transformers_model(keys, "cpu"), loss))
+    assert calls[1]
+    assert traced(plan, transformers_model(keys), loss, 1) == calls[1]
 
 
 @pytest.mark.parametrize("world", [2, 4])

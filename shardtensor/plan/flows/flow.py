@@ -37,6 +37,19 @@ class Flow:
     partials: Axes = ()
     declares_grad: bool = attrs.field(default=attrs.Factory(lambda self: bool(self.partials), takes_self=True))
 
+    @property
+    def returned(self) -> Axes:
+        """Axes along which the gradient is still a partial sum when it has come back through the flow.
+
+        Where the value is summed on the way to all ranks, so is a gradient that is declared a partial sum: each rank
+        uses the sum with other slices.
+        """
+        if not self.partials:
+            return ()
+        stay = (*partial_axes(self.after), *cut_axes(self.after))
+        summed = [axis for axis in partial_axes(self.before) if axis not in stay]
+        return tuple(axis for axis in self.partials if axis not in summed)
+
     def __str__(self) -> str:
         arrow = str(self.before) if self.before == self.after else f"{self.before} -> {self.after}"
         grad = f"partial({'*'.join(self.partials)})" if self.partials else "replicate"
@@ -209,6 +222,9 @@ def flow_route(flow: Flow, partials: Axes = ()) -> tuple[DimStep, ...]:
             open_axes, _ = [], coming.pop(dim)
     if open_axes:
         steps.append(DimStep("all_reduce", tuple(open_axes)))
+        used_apart = tuple(axis for axis in open_axes if axis in partials)
+        if used_apart:  # all ranks have the sum, and each uses it with other slices
+            steps.append(DimStep("sum_gradient", used_apart, sums=True))
     for dim, cut in leaving.items():
         if 0 < len(set(cut.axes) & set(partials)) < len(cut.axes):
             raise GradientError(

@@ -81,7 +81,7 @@ def natural(last: Names, partial: Names = ()) -> Flow:
 def partials_of(layer: Layer) -> Names:
     """Return the axes along which a layer leaves the gradient of its input as a partial sum."""
     out = layer.stated.out
-    declared = out.partials if out is not None else ()
+    declared = out.returned if out is not None else ()
     if layer.kind.name == "embedding":
         return ()
     return union(layer.cut("weight", "out"), declared) if layer.kind.name == "linear" else declared
@@ -125,11 +125,13 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
     _no_blocks_on_the_way(layer, "in", came)
     _no_blocks_on_the_way(layer, "out", leaves)
     _declared_once(layer, leaves, (*out_axes, *in_axes))
-    partials = union(out_axes, leaves.partials)
+    returned = leaves.returned
+    partials = union(out_axes, returned)
     own = enters is not None or not is_inside
     enter = steps(attrs.evolve(came, partials=()), "in", union(partials, came.partials) if own else ())
-    leave = steps(attrs.evolve(leaves, partials=()), "out")
-    sums = {"weight": union(stream, leaves.partials)}
+    summed = () if returned == leaves.partials else tuple(axis for axis in leaves.partials if axis not in returned)
+    leave = steps(attrs.evolve(leaves, partials=summed), "out")
+    sums = {"weight": union(stream, returned)}
     beside = False
     if "bias" in layer.params:
         bias_axes = layer.cut("bias", "out")
@@ -279,7 +281,7 @@ def _no_blocks_on_the_way(layer: Layer, side: str, flow: Flow) -> None:
 def _declared_once(layer: Layer, leaves: Flow, own: Names) -> None:
     """Raise if declared partial sums are along an axis that shards the value or the weight: its gradient is a shard."""
     for what, cut in (("result", cut_axes(leaves.after)), ("weight", own)):
-        axes = layer.named([axis for axis in leaves.partials if axis in cut])
+        axes = layer.named([axis for axis in leaves.returned if axis in cut]) if leaves.partials else ""
         if axes:
             raise Contradiction(
                 "E401", "out", f"the gradient of this output along {axes} is declared a partial sum, and is none",

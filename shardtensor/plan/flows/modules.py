@@ -113,6 +113,14 @@ class Modules:
                 cached[id(module_flows)] = StatedFlows(ins, outs, module_flows)
             self.stated[path] = cached[id(module_flows)]
 
+    def computes_on_sharded(self, path: str) -> bool:
+        """Whether a module's code computes on ShardedTensors: it has sharded parameters, and no hook that may replace
+        these by local slices."""
+        stated = self.stated.get(path)
+        if stated is not None and stated.module_flows.uses:
+            return False
+        return not all(placed.layout.is_replicated for placed in self.owned.get(path, {}).values())
+
     # -- in the axes of the mesh --------------------------------------------------------------------------------------
 
     def leaves(self, names: Iterable[str]) -> Names:

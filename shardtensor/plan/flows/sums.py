@@ -47,8 +47,8 @@ class Sums:
         """By the path of a module with an `in`, the axes along which its returning gradients are partial sums."""
         found = {}
         for path, layers in self.served.items():
-            if not all(placed.layout.is_replicated for placed in self._modules.owned.get(path, {}).values()):
-                continue  # it works on ShardedTensors, whose gradients are complete
+            if self._modules.computes_on_sharded(path):
+                continue  # their gradients are complete
             found[path] = max((partials_of(layer) for layer in layers if layer.has_flow), key=len, default=())
         return found
 
