@@ -250,6 +250,9 @@ CASES: dict[str, Case] = {
         },
     ),
     "other arguments": Case(using("seldom()"), {"change the arguments": using("seldom(tp, times=2)")}),
+    "biases of scores that no argument takes": Case(
+        using("hf_alibi_of_heads(tp)"), {"leave it out": laid({"0": COLUMN, "2": ROW})}
+    ),
     "no experts": Case(
         laid({"0": {**COLUMN, "use": "dispatch(tp, top_k=1)"}, "2": ROW}),
         {"write it in the block of the experts' module": dispatched("alone", ALONE)},

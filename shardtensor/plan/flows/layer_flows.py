@@ -163,8 +163,8 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
                     f"the weight is `{layer.params['weight'].spec}`, the bias whole", "cut the bias in blocks, too",
                 )  # fmt: skip
             sums["bias"] = union(sums["bias"], out_axes)
-            summed = enter and enter[0].kind == "sum_gradient"
-            beside = bool(summed) and sums["bias"] == out_axes and not in_axes and not leave and len(enter) == 1
+            is_summed = enter and enter[0].kind == "sum_gradient"
+            beside = bool(is_summed) and sums["bias"] == out_axes and not in_axes and not leave and len(enter) == 1
     return LayerWork(came, leaves, enter, leave, partials, sums, beside)
 
 
