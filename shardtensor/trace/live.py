@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -18,22 +19,27 @@ class LiveBytes(TorchDispatchMode):
 
     Storages that were there before are not counted.
 
+    Args:
+        moment: returns a key for the present moment.
+
     Attributes:
         live: bytes now.
-        peak: the most bytes at one time.
+        peaks: the most bytes at one time, by moment.
 
     Example:
         >>> x = torch.empty(1024, device="meta")
         >>> with LiveBytes() as counted:
         ...     y = (x + 1).exp()
         ...     z = y.view(2, -1)
-        >>> counted.peak, counted.live
+        >>> counted.peaks[""], counted.live
         (8192, 4096)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moment: Callable[[], Hashable] = lambda: "") -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.live = 0
+        self.peaks: dict[Hashable, int] = {}
+        self._moment = moment
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -54,7 +60,9 @@ class LiveBytes(TorchDispatchMode):
         if key not in self._known:
             self._known.add(key)
             self.live += size
-            self.peak = max(self.peak, self.live)
+            if size:
+                moment = self._moment()
+                self.peaks[moment] = max(self.peaks.get(moment, 0), self.live)
             weakref.finalize(storage, self._free, key, size)
 
     def _free(self, key: int, size: int) -> None:

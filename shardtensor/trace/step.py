@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -74,18 +74,19 @@ def trace_step(
         base, others = few_layers(module)
     few = _run(base, plan, step, rank)
     calls, kept, flops, recomputed = few.calls.copy(), few.kept.copy(), few.flops, few.recomputed
-    peak = few.live.peak
+    peaks = few.live.peaks.copy()
     for more, times in others:
         found = _run(more, plan, step, rank)
         calls = _with_layers(calls, few.calls, found.calls, times)
         flops += times * (found.flops - few.flops)
         recomputed += times * (found.recomputed - few.recomputed)
-        peak += times * (found.live.peak - few.live.peak)
+        for moment, size in found.live.peaks.items():
+            peaks[moment] = peaks.get(moment, size) + times * (size - few.live.peaks.get(moment, size))
         for where, size in found.kept.items():
             kept[where] += times * (size - few.kept[where])
     collectives = tuple(attrs.evolve(each, calls=count) for each, count in calls.items() if count > 0)
     by_module = tuple((where, size) for where, size in kept.most_common() if size)
-    return TracedStep(collectives, flops, kept.total() + few.restored, recomputed, by_module, peak)
+    return TracedStep(collectives, flops, kept.total() + few.restored, recomputed, by_module, max(peaks.values()))
 
 
 @contextmanager
@@ -155,19 +156,23 @@ class _Counted:
         calls: how often each collective is called, in the order of their first calls.
         kept: bytes that autograd saves, by the path of the module that runs.
         restored: the most bytes that backward saves to recompute one checkpointed module.
+        live: the bytes of all tensors, by moment.
+
+    Args:
+        layers: the lengths of lists of layers, by path.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, layers: Mapping[str, int]) -> None:
         self.calls: Counter[Collective] = Counter()
         self.flops = self.recomputed = 0.0
         self.kept: Counter[str] = Counter()
         self.restored = 0
-        self.live = LiveBytes()
+        self.live = LiveBytes(self._moment)
         self.flop_counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops})
         self.flop_counter.mod_tracker = _NoModules()  # the tracker's hooks keep recomputed values until a collection
         self.phase: Any = ""
         self.inside: list[tuple[str, nn.Module | None]] = [("", None)]
-        self._plan = plan
+        self._plan, self._layers = plan, layers
         self._axes: dict[Ranks, tuple[str, ...]] = {}
         self._storages: dict[int, Any] = {}
 
@@ -190,6 +195,19 @@ class _Counted:
         variable = getattr(node, "variable", None)  # of a parameter whose gradient is complete
         marks: Any = node.metadata if variable is None else vars(variable)
         return str(marks.get(_WHERE, ""))
+
+    def _moment(self) -> tuple[str, str]:
+        """Return the phase and the place, with layers of the second half numbered from the end.
+
+        The bytes there grow by the same for each further layer; at layers between these they are between theirs.
+        """
+        where = self._where()
+        for path, count in self._layers.items():
+            if where.startswith(f"{path}."):
+                number, dot, below = where.removeprefix(f"{path}.").partition(".")
+                place = int(number) if int(number) < KEPT // 2 else int(number) - count
+                return self.phase, f"{path}.{place}{dot}{below}"
+        return self.phase, where
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count what autograd saves, once for each storage; those of parameters, gathered ones too, are left out."""
@@ -261,7 +279,7 @@ _WHERE = "_traced_in"
 
 
 def _run(module: nn.Module, plan: Plan, step: Step, rank: int) -> _Counted:
-    counted = _Counted(plan)
+    counted = _Counted(plan, {path: len(layers) for path, layers in lists_of_layers(module)})
     mesh = plan.axes.mesh
     checkpointed = [name for name, each in module.named_modules() if vars(each).pop(_CHECKPOINTED, False)]
     with counting_world(CountingGroup(rank, mesh.ranks, counted.count, "meta")):
@@ -309,9 +327,9 @@ def _mark(output: Any, path: str) -> None:
         nodes += [following for following, _ in node.next_functions]
 
 
-KEPT = 3
-"""The number of layers of each kind that run in a deep module. With fewer, one layer would be both first and last, and
-two buffers for gathered parameters would be enough for all."""
+KEPT = 4
+"""The number of layers of each kind that run in a deep module: the two first and the two last, which may be gathered or
+reduced beside no other one. With two, two buffers for gathered parameters would be enough for all."""
 
 DEEP = 16
 """A list with more layers than this is deep; shorter ones run in full."""
@@ -326,7 +344,7 @@ def few_layers(module: nn.Module) -> tuple[nn.Module, list[tuple[nn.Module, int]
         >>> deep = nn.Sequential(nn.Embedding(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(32)))
         >>> base, [(more, missing)] = few_layers(deep)
         >>> len(base[1]), len(more[1]), missing
-        (3, 4, 29)
+        (4, 5, 28)
     """
     lists = {path: layers for path, layers in lists_of_layers(module) if len(layers) > DEEP}
     kept: dict[tuple[str, Hashable], list[int]] = {}

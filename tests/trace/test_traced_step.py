@@ -391,6 +391,19 @@ def test_checkpointed_layers_that_are_alike_count_as_often_as_there_are(checkpoi
     assert attrs.evolve(few, collectives=()) == attrs.evolve(every, collectives=())
 
 
+@pytest.mark.parametrize("words", [16, 4096])
+@pytest.mark.parametrize("layers", [17, 60])
+@pytest.mark.parametrize("checkpointed", [None, ""])
+def test_the_peak_of_many_layers_may_come_at_another_moment_than_that_of_a_few(
+    checkpointed, layers, words, monkeypatch
+):
+    """With few of them it comes with the logits, with many at the end of backward, where all gradients are there."""
+    plan, module = load_plan(DECODER, world=2, sp=True), Decoder(layers=layers, words=words)
+    few = trace_step(module, plan, loss_of, checkpointed=checkpointed)
+    monkeypatch.setattr("shardtensor.trace.step.DEEP", 100)
+    assert few.peak_bytes == trace_step(module, plan, loss_of, checkpointed=checkpointed).peak_bytes
+
+
 def test_a_module_is_left_as_it_is():
     module = Decoder(layers=20)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
