@@ -89,11 +89,13 @@ def check_numeric(
         torch.manual_seed(seed)
         made = make()
     module, step = made if isinstance(made, tuple) else (made, None)
-    errors = errors_of(resolve(plan, model_info(module)))
+    module = module.double().eval()
+    model = model_info(module)
+    errors = errors_of(resolve(plan, model))
     if any(each.code not in OF_FLOWS for each in errors):
         return errors
     try:
-        dense = _Dense.of(plan, module, step)
+        dense = _Dense.of(plan, module, model, step)
     except NotTraced:
         if errors:
             return errors
@@ -134,9 +136,8 @@ class _Dense:
     samples: int
 
     @classmethod
-    def of(cls, plan: Plan, module: nn.Module, step: Step | None) -> _Dense:
+    def of(cls, plan: Plan, module: nn.Module, model: Model, step: Step | None) -> _Dense:
         """Run the step of the dense module; raise NotTraced if it does not run."""
-        module = module.double().eval()
         length = plan.world * -(-8 // plan.world)
         step = step or (lambda module, sample: example_step(module, sample, length))
         samples = len(plan.axes.mesh.ranks_along(plan.axes.mesh.ranks[0], data_axes(plan)))
@@ -155,7 +156,7 @@ class _Dense:
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             fix = "let the function return (module, step), with step(module, sample) -> loss"
             raise NotTraced(f"the dense step does not run: {where}: {text}", fix) from error
-        return cls(module, step, model_info(module), trained, recorder, loss.item(), samples)
+        return cls(module, step, model, trained, recorder, loss.item(), samples)
 
     def run(self, plan: Plan, progress: Progress = lambda done, total: None) -> StepResult:
         """Run the step of a plan, on ranks in this process."""
