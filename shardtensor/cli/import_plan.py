@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtensor.errors import PlanError
+from shardtensor.plan.loading import PACKAGED
 
 
 def add_parser(commands: Any) -> None:
@@ -100,4 +101,6 @@ def _of_model(options: argparse.Namespace, config: dict[str, Any]) -> str:
         print(f"{options.path}: {part} is not sharded: {why}", file=sys.stderr)
     if plan.unverified:
         print(f"{options.path}: the plan was not run: {plan.unverified}", file=sys.stderr)
+    if (packaged := PACKAGED.get(config["model_type"])) is not None:
+        print(f"{options.path}: the package has a plan for such models, too: `{packaged}`", file=sys.stderr)
     return plan.text

@@ -217,3 +217,13 @@ def test_a_part_that_would_be_wrong_stays_whole_and_is_named(write, capsys, monk
     out, err = capsys.readouterr()
     assert "layers.*" not in out and "embedding: vocab_embedding" in out
     assert "layers.* is not sharded: " in err
+
+
+def test_a_plan_of_the_package_for_the_model_is_named(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.MambaConfig(
+        hidden_size=16, num_hidden_layers=1, vocab_size=32, state_size=4, architectures=["MambaForCausalLM"]
+    )
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    assert main(["import", "hf", str(tmp_path / "config.json")]) == 0
+    assert "the package has a plan for such models, too: `mamba`" in capsys.readouterr().err
