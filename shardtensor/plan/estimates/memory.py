@@ -6,9 +6,8 @@ activations, is not included.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, Protocol
 
@@ -16,7 +15,6 @@ import attrs
 
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import Layout, ListedLayout, MeshLayout
-from shardtensor.layout.partition import Param, Partition, held_bytes
 from shardtensor.layout.ranges import REDUCE_BUFFERS, SMALL_BYTES, aligned_bytes, gather_buffers
 from shardtensor.mesh import Mesh
 from shardtensor.plan.match.units import Flat, GatherUnit, gather_units, own_tensors
@@ -25,14 +23,6 @@ from shardtensor.plan.resolved import Resolved
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0, "none": 0}
 """The number of state tensors for each parameter, by the name of the optimizer; ``momentum`` is SGD with momentum."""
-
-
-ZERO: dict[str, tuple[Partition, bool]] = {
-    "owners": ("owners", False),
-    "ranges": ("ranges", False),
-    "gradients": ("ranges", True),
-}
-"""How a `ZeroRedundancyOptimizer` steps parameters in parts: its partition, and whether it reduces gradients."""
 
 
 @attrs.frozen
@@ -155,28 +145,6 @@ class _Range:
         return RankBytes(size, size, tensors=2).plus(optimizer.held(stepped, self.flat.dtype))
 
 
-@attrs.frozen(cache_hash=True)
-class _Zero:
-    """The parameters of a `ZeroRedundancyOptimizer`, which data ranks step in parts."""
-
-    params: tuple[Param, ...]
-    axes: tuple[int, ...]
-    mode: str
-
-    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
-        return {axis: range(mesh.sizes[axis]) for axis in self.axes}
-
-    def on(self, rank: int, mesh: Mesh, optimizer: _Optimizer) -> RankBytes:
-        ranks = math.prod(mesh.sizes[axis] for axis in self.axes)
-        partition, is_reduced = ZERO[self.mode]
-        held = held_bytes(self.params, ranks, place_along(mesh, self.axes, rank), partition, is_reduced=is_reduced)
-        return RankBytes(
-            *(held.parameters, held.gradients, optimizer.states * held.state),
-            gathered=held.buffers,
-            tensors=(2 + optimizer.states) * len(self.params),
-        )
-
-
 @attrs.frozen(eq=False)
 class _Lent:
     """Memory for gathered units (those that stay gathered have their own, the others take turns) and reductions."""
@@ -198,20 +166,17 @@ class _Lent:
         return RankBytes(gathered=gathered + REDUCE_BUFFERS * packed)
 
 
-def rank_bytes(
-    resolved: Resolved, rank: int, *, optimizer: str = "adamw", zero: str | None = None, master_weights: bool = False
-) -> RankBytes:
+def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw", master_weights: bool = False) -> RankBytes:
     """Return the bytes that one rank holds.
 
     Args:
         rank: of the world.
         optimizer: one of `OPTIMIZERS`.
-        zero: one of `ZERO`: data ranks step whole parameters or ranges, and hold all gradients or those that they step.
         master_weights: the optimizer holds a float32 copy of each parameter of a shorter dtype that it steps, and has
-            its state in float32; not with `zero`.
+            its state in float32.
 
     Raises:
-        PlanError: the optimizer is not known, the plan has no such rank, or `zero` does not fit the plan.
+        PlanError: the optimizer is not known, or the plan has no such rank.
     """
     stepped = _optimizer(optimizer, master_weights)
     mesh = resolved.plan.axes.mesh
@@ -219,21 +184,19 @@ def rank_bytes(
         raise PlanError(f"the plan has no rank {rank}", {"ranks": f"{mesh.ranks[0]} to {mesh.ranks[-1]}"})
     units = gather_units(resolved)
     found = RankBytes()
-    for load, times in _loads(resolved, units, zero).items():
+    for load, times in _loads(resolved, units).items():
         found = found.plus(load.on(rank, mesh, stepped), times)
     return found
 
 
-def plan_bytes(
-    resolved: Resolved, *, optimizer: str = "adamw", zero: str | None = None, master_weights: bool = False
-) -> PlanBytes:
+def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw", master_weights: bool = False) -> PlanBytes:
     """Return the least and the most that any rank holds. The time grows with the number of different ranks, mostly one.
 
     Args:
-        optimizer, zero, master_weights: as for `rank_bytes`.
+        optimizer, master_weights: as for `rank_bytes`.
 
     Raises:
-        PlanError: the optimizer is not known, or `zero` does not fit the plan.
+        PlanError: the optimizer is not known.
     """
     stepped = _optimizer(optimizer, master_weights)
     mesh, units = resolved.plan.axes.mesh, gather_units(resolved)
@@ -241,7 +204,7 @@ def plan_bytes(
     same = RankBytes()
     differing: list[tuple[_Load, int, tuple[int, ...]]] = []
     places: dict[int, set[int]] = {}
-    for load, times in _loads(resolved, units, zero).items():
+    for load, times in _loads(resolved, units).items():
         along = load.along(mesh)
         if along:
             differing.append((load, times, tuple(along)))
@@ -285,36 +248,14 @@ def _optimizer(name: str, master_weights: bool) -> _Optimizer:
     return _Optimizer(OPTIMIZERS[name], master_weights)
 
 
-def _loads(resolved: Resolved, units: tuple[GatherUnit, ...], zero: str | None) -> Counter[_Load]:
+def _loads(resolved: Resolved, units: tuple[GatherUnit, ...]) -> Counter[_Load]:
     """Return each kind of load and its number: layers are alike."""
-    return Counter(_each_load(resolved, units, zero))
-
-
-def _each_load(resolved: Resolved, units: tuple[GatherUnit, ...], zero: str | None) -> Iterator[_Load]:
-    if zero is not None:
-        yield _zero_load(resolved, zero)
-    yield _Lent(units)
-    for unit in units:
-        yield from map(_Range, unit.flats)
+    found: Counter[_Load] = Counter([_Lent(units), *(_Range(flat) for unit in units for flat in unit.flats)])
     for placed in own_tensors(resolved):
         tensor = placed.tensor
-        if (placed.stored is None and zero is None) or tensor.is_buffer:
-            yield _Tensor(placed.layout, tensor.dtype, tensor.requires_grad, tensor.is_buffer)
-
-
-def _zero_load(resolved: Resolved, zero: str) -> _Zero:
-    placed = [each for each in own_tensors(resolved) if not each.tensor.is_buffer]
-    sharded = [each.tensor.name for each in placed if each.stored is not None or each.layout.sharding_axes]
-    if sharded:
-        raise PlanError(
-            "ZeroRedundancyOptimizer steps parameters that every rank holds whole, and the plan shards some",
-            {"sharded": ", ".join(sharded[:8])},
-            "leave --zero out: sharded parameters have sharded state",
-        )
-    axes = resolved.plan.axes
-    items = [(each.tensor.dtype, each.tensor.requires_grad, math.prod(each.tensor.shape)) for each in placed]
-    params = tuple(Param(length, BYTES[dtype], trains, dtype) for dtype, trains, length in items)
-    return _Zero(params, tuple(axes.mesh.names.index(leaf) for leaf in axes.leaves(axes.data)), zero)
+        if placed.stored is None or tensor.is_buffer:
+            found[_Tensor(placed.layout, tensor.dtype, tensor.requires_grad, tensor.is_buffer)] += 1
+    return found
 
 
 def _uneven_axes(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
