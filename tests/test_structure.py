@@ -20,9 +20,9 @@ spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 52_030
+LINES = 51_980
 IN_CIRCLES: dict[str, int] = {}
-DEFINED_TWICE = 24
+DEFINED_TWICE = 23
 LATE_IMPORTS = 16
 OF_ONE_IMPORTER = 53
 """What there is today of each; a commit that takes some away lowers the number, and only a feature raises it."""

@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardtensor.cli.scene import Scene, Shown, mesh_rows
-from shardtensor.layout.box import Box
 from shardtensor.layout.explain import bytes_text
 from shardtensor.layout.html import html_table
-from shardtensor.layout.picture import EVERYBODY, WIDTH, Picture, character, colour, map_cells
+from shardtensor.layout.picture import EVERYBODY, WIDTH, Picture, character, colour
 from shardtensor.spec.nodes import Spec
 
 _BAR = 24
@@ -28,41 +27,15 @@ def rank_style(rank: int) -> str:
     return f"black on color({colour(rank)})"
 
 
-def draw_boxes(
-    shape: tuple[int, ...],
-    boxes_by_rank: Sequence[Sequence[Box]],
-    *,
-    split: int = 1,
-    whole: str = " ",
-    missing: str = "?",
-    lines: int = 0,
-) -> Text:
-    """Draw a tensor as a map: see `map_cells`. A cell shows the rank that holds it, or is grey if all do.
-
-    Args:
-        whole: the text of a cell that all ranks hold.
-        missing: the text of a cell that no rank holds.
-
-    Example:
-        >>> boxes = [[Box((0, 0), (2, 4))], [Box((2, 0), (2, 4))]]
-        >>> print(draw_boxes((4, 4), boxes).plain)
-        0000
-        0000
-        1111
-        1111
-    """
-    return _drawn(map_cells(shape, boxes_by_rank, split=split, lines=lines), whole, missing)
-
-
-def _drawn(rows: Sequence[Sequence[int | None]], whole: str = "·", missing: str = " ") -> Text:
+def _drawn(rows: Sequence[Sequence[int | None]]) -> Text:
     text = Text()
     for line, row in enumerate(rows):
         text.append("\n" * (line > 0))
         for number in row:
             if number is None:
-                text.append(missing)
+                text.append(" ")
             elif number == EVERYBODY:
-                text.append(whole, style="black on grey70")
+                text.append("·", style="black on grey70")
             else:
                 text.append(character(number), style=rank_style(number))
     return text

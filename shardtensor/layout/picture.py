@@ -237,21 +237,21 @@ def _rank(layout: Layout, at: Mapping[int, int]) -> int:
 
 
 def map_cells(
-    shape: tuple[int, ...], boxes_by_rank: Sequence[Sequence[Box]], *, split: int = 1, lines: int = 0
+    shape: tuple[int, ...], boxes_by_rank: Sequence[Sequence[Box]], *, split: int, lines: int
 ) -> list[list[int | None]]:
     """Return the rows of a map of a tensor, its first `split` dims down and the others to the right: the number of the
     first rank that holds a cell, `EVERYBODY`, or None. If no dim that goes down is sharded, there is one row.
 
     Args:
-        lines: the height of the map; by default 4, or up to 8 for more ranks.
+        lines: the largest height of the map.
 
     Example:
-        >>> map_cells((4, 2), [[Box((0, 0), (2, 2))], [Box((2, 0), (2, 2))]])
+        >>> map_cells((4, 2), [[Box((0, 0), (2, 2))], [Box((2, 0), (2, 2))]], split=1, lines=4)
         [[0, 0], [0, 0], [1, 1], [1, 1]]
     """
     split = split if len(shape) > 1 else 0
     rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
-    height, width = min(rows, lines or max(HEIGHT, min(len(boxes_by_rank), 2 * HEIGHT))), min(columns, WIDTH)
+    height, width = min(rows, lines), min(columns, WIDTH)
     if len({box.offsets[:split] for boxes in boxes_by_rank for box in boxes if box.numel}) <= 1:
         height = 1
 
