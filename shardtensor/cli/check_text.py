@@ -1,8 +1,7 @@
-"""The text output of ``shardtensor check``: findings, coloured in a terminal, and the summary if there is no error."""
+"""The text output of ``shardtensor check``: findings, and the summary if there is no error."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,26 +11,12 @@ from shardtensor.plan.estimates.summary import OPTIMIZER
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.findings.report import text_report
 
-_COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
-
 
 def print_findings(findings: Sequence[Finding]) -> None:
     """Print findings and their number."""
     if not findings:
         return
-    text = f"{text_report(findings)}\n\n{counted(findings)}"
-    if not sys.stdout.isatty():
-        print(text)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    shown = Text(text)
-    for word, colour in _COLOURS.items():
-        shown.highlight_regex(rf"\b{word}\[\w+\]:", f"bold {colour}")
-    shown.highlight_regex(r"(?m)^ *\| +\^+$", "bold red")
-    shown.highlight_regex(r"(?m)^  (why|fix|note):", "bold")
-    Console().print(shown, soft_wrap=True)
+    print(f"{text_report(findings)}\n\n{counted(findings)}")
 
 
 def counted(findings: Sequence[Finding]) -> str:
@@ -42,7 +27,9 @@ def counted(findings: Sequence[Finding]) -> str:
         '1 error, 2 notes'
     """
     counts = Counter(finding.severity for finding in findings)
-    return ", ".join(f"{counts[word]} {word}{'s' * (counts[word] != 1)}" for word in _COLOURS if counts[word])
+    return ", ".join(
+        f"{counts[word]} {word}{'s' * (counts[word] != 1)}" for word in ("error", "warning", "note") if counts[word]
+    )
 
 
 def looked_at(ran: str) -> str:

@@ -228,7 +228,7 @@ CASES: dict[str, Case] = {
     ),
     "a flow of averages": Case(
         lambda: partial_axes(read_flow("partial(tp, op=avg) -> replicate").before),
-        {"write partial(tp), without op=": lambda: partial_axes(read_flow("partial(tp) -> replicate").before)},
+        {"write `partial(tp)`, without `op`": lambda: partial_axes(read_flow("partial(tp) -> replicate").before)},
         mesh="",
     ),
 }

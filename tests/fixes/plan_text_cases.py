@@ -100,7 +100,9 @@ LINES: dict[str, dict[str, str]] = {
     "a {\n in: [out: tp]\n}": {
         "`replicate`, `[..., tp]`, `[-, tp, ...]`, `partial(tp)`": "a {\n in: [..., tp]\n out: replicate\n}"
     },
-    "a {\n out: replicate grad [tp]\n}": {},
+    "a {\n out: replicate grad [tp]\n}": {
+        "`grad partial(tp)` for partial sums": "a {\n out: replicate grad partial(tp)\n}"
+    },
     "a {\n out: replicate grad partial(tp, op=max)\n}": {
         "write `partial(tp)`, without `op`": "a {\n out: replicate grad partial(tp)\n}"
     },
