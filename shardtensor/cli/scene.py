@@ -12,7 +12,7 @@ from shardtensor.layout.explain import bytes_text
 from shardtensor.layout.picture import Picture, picture_of
 from shardtensor.plan.axes import Axes
 from shardtensor.plan.findings.brief import brief_names
-from shardtensor.plan.match.patterns import is_below, matches
+from shardtensor.plan.match.name_tree import NameTree
 from shardtensor.plan.models.model import BYTES, TensorInfo
 from shardtensor.plan.resolved import Placed, Resolved
 from shardtensor.spec.nodes import ShardingSpec, Spec
@@ -118,10 +118,9 @@ def scene_of_plan(resolved: Resolved, title: str, subject: str = "", *, pattern:
         pattern: only tensors that it matches, or below modules that it matches.
     """
     alike: dict[object, list[Placed]] = {}
-    for name, each in resolved.tensors.items():
-        if not pattern or matches(pattern, name) or is_below(pattern, name):
-            stored = str(each.stored or "")
-            alike.setdefault((str(each.spec), each.layout, each.tensor.dtype, stored), []).append(each)
+    for name in NameTree(resolved.tensors, ()).tensors(pattern or "**"):
+        each = resolved.tensors[name]
+        alike.setdefault((str(each.spec), each.layout, each.tensor.dtype, str(each.stored or "")), []).append(each)
     shown = tuple(_shown(group, resolved.plan.axes) for group in alike.values())
     return Scene(title, subject, resolved, shown)
 

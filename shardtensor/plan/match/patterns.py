@@ -211,17 +211,6 @@ def matches(text: str, name: str) -> bool:
     return pattern(text).captures(name) is not None
 
 
-def is_below(text: str, name: str) -> bool:
-    """Whether a name is below a module that the pattern matches.
-
-    Example:
-        >>> is_below("mlp", "mlp.fc.weight"), is_below("mlp", "mlp2.weight")
-        (True, False)
-    """
-    above, _, _ = name.rpartition(".")
-    return bool(above) and pattern(text).captures(above, is_below=True) is not None
-
-
 def unwrapped(name: str) -> str:
     """Return a name without the segments of wrapper modules.
 
