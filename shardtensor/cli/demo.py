@@ -27,8 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardtensor import ShardedOptimizer, shard_module
 from shardtensor.cli.arguments import quiet_processes
-from shardtensor.cli.scene import scene_of_plan
-from shardtensor.cli.show_text import print_scene, rank_style
+from shardtensor.cli.show_text import print_scene, rank_style, scene_of_plan
 from shardtensor.parallel.model_info import model_info
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan

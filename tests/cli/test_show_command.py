@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from shardtensor.cli.main import main
-from shardtensor.cli.scene import scene_of_plan
-from shardtensor.cli.show_text import print_scene
+from shardtensor.cli.show_text import print_scene, scene_of_plan
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import model_from_dims
@@ -41,10 +40,6 @@ def test_one_tensor(capsys, tmp_path):
         == f"""\
 {path}
 8 ranks = dp 2 × tp 4   samples differ along dp
-
-       tp 0 1 2 3
-  dp 0    0 1 2 3
-  1       4 5 6 7
 
 000000            [tp, -]   out 8 × in 6 float32
 111111            w

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from shardtensor.cli.scene import Scene, mesh_rows
+from shardtensor.cli.show_text import Scene
 from shardtensor.layout.bind import bind
 from shardtensor.layout.picture import map_cells, picture_of
 from shardtensor.mesh import read_mesh
@@ -109,13 +109,3 @@ def test_factors_are_told_as_the_axis_that_they_make():
     assert [part.place_text(each) for each in part.parts] == ["kvg 0", "kvg 1"]
     of_mesh = Scene("", "", Resolved(Plan(Axes(mesh, made_of)), Model(()), {}, {}), ())
     assert of_mesh.mesh_text == "8 ranks = dp 2 × tp 4 (kvg 2 × kvr 2)"
-    assert mesh_rows(Axes(mesh, made_of)).columns == ("kvg 0, kvr 0", "0,1", "1,0", "1,1")
-    alone = Axes(read_mesh("dp=2, kvg=4, kvr=1"), made_of)
-    assert mesh_rows(alone).columns == ("tp 0", "1", "2", "3")
-
-
-def test_a_mesh_shows_its_first_ranks_and_its_last():
-    rows = mesh_rows(Axes(read_mesh("dp=2048, tp=8")))
-    assert rows.rows[0] == ("dp 0", tuple(range(8)))
-    assert rows.rows[-2] == ("", (None,) * 8)
-    assert rows.rows[-1] == ("2047", tuple(range(16376, 16384)))
