@@ -70,8 +70,8 @@ class Ran:
 
 def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, Ran]:
     """Return the findings, the summary if none of them is an error, and the step that ran."""
+    from shardtensor.cli.check_text import summarize
     from shardtensor.cli.model_source import resolved_of
-    from shardtensor.plan.estimates.summary import summarize
     from shardtensor.plan.findings.checking import OF_FLOWS, check_plan
 
     resolved = resolved_of(options.plan, options)

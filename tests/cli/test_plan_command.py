@@ -251,7 +251,7 @@ def test_a_memory_without_a_unit_is_refused(capsys, text):
 def test_the_defaults_of_a_plan_fit_the_world_and_are_no_fallbacks(capsys, plan, model, ranks):
     args = ["--model", str(config_path(model))]
     assert main(["check", plan, "--world", str(ranks), *args]) == 0
-    assert "fallbacks taken" not in capsys.readouterr().out
+    assert "N001" not in capsys.readouterr().out
 
 
 @traced
