@@ -43,15 +43,15 @@ def test_the_demo_agrees_with_the_dense_run(world, tmp_path):
 
 
 def _outcome(sharded, dense):
-    return Outcome(sharded, dense, (1.0, 1.0), [(8, 8, 16), (8, 8, 16), (16, 16, 32)])
+    return Outcome(sharded, dense, (1.0, 1.0))
 
 
 @pytest.mark.parametrize("bad", [2.001, float("nan")])
 def test_a_difference_is_said_and_is_an_error(bad, capsys):
     console = Console(width=120)
-    assert _judge(_outcome([2.0, bad], [2.0, 2.0]), console, 1.0) == 1
+    assert _judge(_outcome([2.0, bad], [2.0, 2.0]), console, 1.0, 2) == 1
     assert "differ" in capsys.readouterr().out
-    assert _judge(_outcome([2.0, 2.00001], [2.0, 2.0]), console, 1.0) == 0
+    assert _judge(_outcome([2.0, 2.00001], [2.0, 2.0]), console, 1.0, 2) == 0
     out = capsys.readouterr().out
     assert "agree" in out
     assert "A sharded step is slower here" not in out  # both took one second
@@ -59,7 +59,7 @@ def test_a_difference_is_said_and_is_an_error(bad, capsys):
 
 def test_why_sharded_steps_are_slower_is_said_where_they_are(capsys):
     slow = attrs.evolve(_outcome([2.0], [2.0]), step_s=(3.0, 1.0))
-    assert _judge(slow, Console(width=120), 1.0) == 0
+    assert _judge(slow, Console(width=120), 1.0, 2) == 0
     assert "A sharded step is slower here: the 2 ranks share this machine" in capsys.readouterr().out
 
 

@@ -70,7 +70,7 @@ class Body:
         origin = Origin(self.evaluator.source, span(expr))
         if above.calls:
             origin = _chained(above.calls, Origin(self.evaluator.source, _entry_span(node)))
-        line = attrs.evolve(line, module=self.above.pattern, is_optional=above.is_optional, depth=self.plan.depth)
+        line = attrs.evolve(line, module=self.above.pattern, is_optional=above.is_optional)
         self.plan.lines.append(attrs.evolve(line, origin=origin, pattern_origin=above.pattern_origin))
 
     # ---------- rules ----------
