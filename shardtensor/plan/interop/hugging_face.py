@@ -52,7 +52,7 @@ def plan_from_hf(
 
     Args:
         tp_plan: patterns and words, as in ``model.tp_plan``. Those of a configuration (``base_model_tp_plan``) lack
-            the prefix of the base model: `with_prefix` adds it.
+            the prefix of the base model, ``model.``.
         ep_plan: as ``model.ep_plan``; its modules have no rule in `tp_plan`.
         config: the keys of the model's config.json, or an object with ``to_dict()``.
         world: the number of ranks.
@@ -146,16 +146,6 @@ def plan_text_from_hf(
         sides = [text for text in texts if text.startswith(_SIDES)]
         lines += [f"{pattern} {{", *sides, "}"] if sides else []
     return format_plan(Source("\n".join([*lines, "unmatched: replicate", ""])))
-
-
-def with_prefix(prefix: str, plan: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a plan with a prefix before each pattern: the name of the base model in the model with a head.
-
-    Example:
-        >>> with_prefix("model", {"norm": "sequence_parallel"}) | {"lm_head": "colwise_gather_output"}
-        {'model.norm': 'sequence_parallel', 'lm_head': 'colwise_gather_output'}
-    """
-    return {f"{prefix}.{pattern}" if prefix else pattern: word for pattern, word in (plan or {}).items()}
 
 
 def _rule(

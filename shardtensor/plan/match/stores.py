@@ -222,8 +222,9 @@ def _pairs(tie: Tie, tree: NameTree | None = None) -> list[tuple[str, str]] | No
             found.append((one, other))
             continue
         for name in tree.tensors(one) if tree is not None else ():
-            values = iter(pattern(one).captures(name) or ())
-            found.append((name, re.sub(r"\*+", lambda _, values=values: next(values, ""), other)))
+            first, *rest = re.split(r"\*+", other)
+            values = pattern(one).captures(name) or ()
+            found.append((name, first + "".join(value + text for value, text in zip(values, rest, strict=False))))
     return found
 
 
