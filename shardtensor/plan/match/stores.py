@@ -36,11 +36,8 @@ def with_stores(
             continue
         store, *others = stores[name]
         if others:
-            agree = all((one.flat, one.by) == (store.flat, store.by) for one in others)
-            findings.append(_two(name, others[-1], store, agree))
-            if not agree:
-                continue
-        if store.flat is None:
+            findings.append(_two(name, others[-1], store))
+        if others or store.flat is None:
             continue
         fault = _clash(plan, store, each)
         if fault is not None:
@@ -146,13 +143,11 @@ def _same_samples(plan: Plan, store: Store, name: str) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _two(name: str, store: Store, other: Store, agree: bool) -> Finding:
+def _two(name: str, store: Store, other: Store) -> Finding:
     place = other.pattern_origin if other.pattern_origin is not None else f"`store {other.pattern}`"
     return Finding(
-        "W302" if agree else "E302",
-        f"`{name}` is matched by two `store` lines that {'agree' if agree else 'disagree'}", store.pattern_origin,
-        "a parameter is stored in one way: order in the file never decides",
-        "drop one of them" if agree else "narrow one pattern",
+        "E302", f"`{name}` is matched by two `store` lines", store.pattern_origin,
+        "a parameter is stored in one way: order in the file never decides", "narrow one pattern",
         (f"the other line is {place}",), name,
     )  # fmt: skip
 
