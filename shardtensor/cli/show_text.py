@@ -65,15 +65,15 @@ class Shown:
 
     def rank_bytes(self, count: int) -> int:
         """Return the bytes of `count` of the stored tensors on the rank that holds most."""
-        return count * -(-max(part.most for part in self.picture.parts) // self.storing) * self.item
+        return count * -(-self.picture.ends[1] // self.storing) * self.item
 
     def held(self) -> str:
         """Return as text the shard of one tensor on a rank, the axes of its copies, and its partial axes."""
         picture, layout = self.picture, self.picture.layout
-        ends = sorted({min(part.least for part in picture.parts), max(part.most for part in picture.parts)})
+        ends = sorted({*picture.ends})
         sizes = " to ".join(bytes_text(n * self.item) for n in ends)
         if picture.axes:
-            shape = " × ".join(map(str, layout.local_shape(picture.parts[0].rank))) if len(ends) == 1 else ""
+            shape = " × ".join(map(str, layout.local_shape(picture.ranks(0, 1)[0]))) if len(ends) == 1 else ""
             facts = [f"a rank holds {', '.join(filter(None, (shape, sizes)))}"]
             others = [axis for axis in range(len(layout.grid)) if axis not in picture.axes]
             if copies := [name for name, _ in picture.named_axes(others)]:
@@ -298,7 +298,7 @@ def _about(shown: Shown, most: int, legend: Text | None) -> Iterator[RenderableT
 
 
 def _legend(picture: Picture) -> Text:
-    text, few = Text(), len(picture.parts) <= 4
+    text, few = Text(), picture.count <= 4
     for i, (number, meaning) in enumerate(picture.legend()):
         text.append("  " * (i > 0) + "… " * (i == 2 and not few))
         text.append(character(number), style=rank_style(number))
