@@ -158,19 +158,15 @@ class Sums:
                 own = partials_of(layer) if layer.has_flow else ()
                 if set(own) == set(partials) or (layer.has_flow and self._unknown_siblings(layer.stated) is not None):
                     continue
-                how, alone = f"leaves {f'partial sums along {modules.named(own)}' if own else 'copies'}", ""
+                how = f"leaves {f'partial sums along {modules.named(own)}' if own else 'copies'}"
                 if not layer.has_flow:
                     how = "passes ShardedTensors, whose gradients are complete"
-                    alone = "say how its values leave, in an `out`, or "
-                elif not set(own) & set(partials):
-                    alone = "give it an `in` of its own, or "
                 yield flow_finding(
                     "E401", f"copies meet partial sums at the `in` of {path or 'the module'}",
                     layer.stated.line("out") or layer.params["weight"].line,
                     f"{layer.path} {how}, the others leave partial sums along {modules.named(partials)}, which `in` "
                     f"sums: what is no partial sum would be counted {modules.times(partials)} times",
-                    f"{alone}move `in` down to those that are cut alike", layer.path,
-                    "flow" if layer.has_flow else "",
+                    "move `in` down to those that are cut alike", layer.path, "flow" if layer.has_flow else "",
                 )  # fmt: skip
 
     def _summed_again(self, path: str, stated: StatedFlows) -> Iterator[Finding]:

@@ -157,15 +157,10 @@ def _rule(
         if entry.no_translation is not None:
             return "", "; ".join(entry.no_translation)
         ndim = _ndim(pattern, plan, model)
-        if ndim is not None:
-            if entry.tensor is None:
-                return "", "it is a word for modules, and this is a tensor"
-            return entry.tensor(ndim), ""
-        if not entry.module and entry.tensor is not None:
-            return "", "it is a word for tensors, and this is a module"
-        if word == "moe_tp_experts" and model is not None and not _takes_weights(pattern, model):
+        if ndim is None and word == "moe_tp_experts" and model is not None and not _takes_weights(pattern, model):
             return "hf_moe_tp_experts_without_weights(tp)", ""
-        return entry.module, ""
+        rule = entry.module if ndim is None else entry.tensor(ndim) if entry.tensor is not None else ""
+        return rule, "" if rule else f"it is no word for a {'module' if ndim is None else 'tensor'}"
     if word in TP_WORDS or word in EP_WORDS:
         return "", f"it is a word of the {'tp_plan' if word in TP_WORDS else 'ep_plan'}"
     near = get_close_matches(str(word), words, 1)
