@@ -66,15 +66,6 @@ def shape_text(shape: tuple[int, ...], dims: tuple[str, ...] | None = None) -> s
     return f"({', '.join(f'{name}{size}' for name, size in zip(names, shape, strict=True))})"
 
 
-def axes_text(plan: Plan) -> str:
-    """Return a sentence with the axes of a plan's mesh."""
-    axes = plan.axes
-    factors = {leaf for leaves in axes.made_of.values() for leaf in leaves}
-    names = [*(name for name in axes.mesh.names if name not in factors), *axes.made_of]
-    made = [f"{name} is made of {', '.join(leaves)}" for name, leaves in axes.made_of.items()]
-    return ", and ".join([f"the mesh of this plan has the axes {', '.join(names)}", *made])
-
-
 def _uneven(case: Misfit) -> Message:
     length, count, unit = case.about["length"], case.about["count"], case.cut.unit
     units = length // unit
