@@ -108,16 +108,8 @@ class Scene:
 
     @property
     def mesh_text(self) -> str:
-        """``8 ranks = dp 2 × tp 4 (kvg 2 × kvr 2)``, and the axes along which samples differ."""
-        mesh, words = self.axes.mesh, []
-        rest = list(mesh.axes)
-        while rest:
-            whole = next((name for name, factors in self.axes.made_of.items() if factors[0] == rest[0][0]), None)
-            count = 1 if whole is None else len(self.axes.made_of[whole])
-            parts = " × ".join(f"{factor} {n}" for factor, n in rest[:count])
-            words.append(parts if whole is None else f"{whole} {self.axes.size(whole)} ({parts})")
-            rest = rest[count:]
-        text = f"{_ranks('', mesh.size)} = {' × '.join(words)}"
+        """``8 ranks (dp=2, tp=4)``, and the axes along which samples differ."""
+        text = f"{_ranks('', self.axes.mesh.size)} {self.axes.mesh}"
         return text + (f"   samples differ along {', '.join(self.axes.data)}" if self.axes.data else "")
 
 

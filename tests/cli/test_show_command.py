@@ -39,7 +39,7 @@ def test_one_tensor(capsys, tmp_path):
         said.out
         == f"""\
 {path}
-8 ranks = dp 2 × tp 4   samples differ along dp
+8 ranks (dp=2, tp=4)   samples differ along dp
 
 000000            [tp, -]   out 8 × in 6 float32
 111111            w
@@ -69,7 +69,7 @@ def test_a_plan_of_a_real_model(capsys):
     config = MODELS / "llama3-8b" / "config.json"
     status, said = show(capsys, "llama_2d", "--model", config, "--world", "64")
     assert status == 0
-    assert "64 ranks = dp 8 × tp 8 (kvg 8 × kvr 1)   samples differ along dp" in said.out
+    assert "64 ranks (dp=8, kvg=8, kvr=1)   samples differ along dp" in said.out
     assert "model.layers.{0..31}.mlp.{gate_proj,up_proj}.weight  64 tensors" in said.out
     assert "a rank holds 1792 × 4096, 14.0 MiB; 8 copies, along dp" in said.out
     status, said = show(capsys, "llama_2d", "--model", config, "--world", "64", "--tensor", "**.k_proj")

@@ -6,14 +6,9 @@ from itertools import product
 
 import pytest
 
-from shardtensor.cli.show_text import Scene
 from shardtensor.layout.bind import bind
 from shardtensor.layout.picture import EVERYBODY, picture_of
 from shardtensor.mesh import read_mesh
-from shardtensor.plan.axes import Axes
-from shardtensor.plan.models.model import Model
-from shardtensor.plan.plan import Plan
-from shardtensor.plan.resolved import Resolved
 from shardtensor.spec.parse import parse_spec
 
 CASES = [
@@ -100,5 +95,3 @@ def test_factors_are_told_as_the_axis_that_they_make():
     assert [whole.place_text(index) for index in range(4)] == ["tp 0", "tp 1", "tp 2", "tp 3"]
     part = picture_of(bind(parse_spec("[kvg, -]"), (8, 2), mesh), made_of=made_of)
     assert [part.place_text(index) for index in range(2)] == ["kvg 0", "kvg 1"]
-    of_mesh = Scene("", "", Resolved(Plan(Axes(mesh, made_of)), Model(()), {}, {}), ())
-    assert of_mesh.mesh_text == "8 ranks = dp 2 × tp 4 (kvg 2 × kvr 2)"

@@ -96,6 +96,8 @@ class Files:
     def _parsed(self, source: Source, key: str, folder: Path | None) -> File:
         tree: Node
         try:
+            if sum(len(file.source.text) for file in self.opened.values()) + len(source.text) > 2 * MAX_LENGTH:
+                raise source.error("E001", (0, 1), "the files of this plan are too long together")
             tree = parse_plan(source)
         except SpecError as error:
             tree = error
