@@ -116,9 +116,6 @@ LINES: dict[str, dict[str, str]] = {
     "a {\n store b: flat(dp)\n}": {"move the line out of the braces": "store b: flat(dp)"},
     "store a: [tp]": {"write such as `flat(dp)`": "store a: flat(dp)", "or `replicate`": "store a: replicate"},
     "store: replicate": {'in quotes: `"store"`': '"store": replicate'},
-    "dims a.<L> (out = 3)": {
-        "write `let L = config...` further up": "let L = config.num_hidden_layers\ndims a.<L> (out = 3)"
-    },
     "dims a.<headz> (out = 3)": {},
     "dims a (out = 3, out = 4)": {"keep one": "dims a (out = 3)"},
     'unmatched: chunk(dim=0, placements=["rank:0"])': {},

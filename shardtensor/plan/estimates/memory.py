@@ -16,7 +16,7 @@ import attrs
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import Layout, ListedLayout, MeshLayout
 from shardtensor.layout.ranges import REDUCE_BUFFERS, SMALL_BYTES, aligned_bytes, gather_buffers
-from shardtensor.mesh import Mesh
+from shardtensor.mesh import Mesh, index_along
 from shardtensor.plan.match.units import Flat, GatherUnit, gather_units, own_tensors
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Resolved
@@ -111,7 +111,9 @@ class _Held:
             ranges = flat.ranges(rank)
             size = stepped = ranges.chunk
             if len(flat.layouts) == 1:  # the optimizer steps the only parameter, not the padding after it
-                start, stop = ranges.piece(0, place_along(self.mesh, flat.axes, rank))
+                here = self.mesh.coordinate(rank)
+                assert here is not None, "a rank of the mesh"
+                start, stop = ranges.piece(0, index_along(flat.axes, self.mesh.sizes, here))
                 stepped = stop - start
             size *= BYTES[flat.dtype]
             each = RankBytes(parameters=size, tensors=1)
@@ -191,16 +193,6 @@ def _held(resolved: Resolved) -> _Held:
         for placed in own_tensors(resolved) if placed.stored is None or placed.tensor.is_buffer
     )  # fmt: skip
     return _Held(resolved.plan.axes.mesh, units, tensors, Counter(flat for unit in units for flat in unit.flats))
-
-
-def place_along(mesh: Mesh, axes: tuple[int, ...], rank: int) -> int:
-    """Return the index of a rank among those along some axes, major first."""
-    here = mesh.coordinate(rank)
-    assert here is not None, "a rank of the mesh"
-    place = 0
-    for axis in axes:
-        place = place * mesh.sizes[axis] + here[axis]
-    return place
 
 
 def _optimizer(name: str, master_weights: bool) -> _Optimizer:
