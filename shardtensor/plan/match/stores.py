@@ -55,14 +55,12 @@ def with_stores(
 
 
 def _all_names(model: Model, placed: Mapping[str, Placed]) -> dict[str, tuple[str, ...]]:
-    """Return all names of every tensor that has several."""
-    found: dict[str, dict[str, None]] = {name: dict.fromkeys(names) for names in model.tied for name in names}
+    """Return for tensors with several names all of these, those of the model and those of ties."""
+    found = {name: names for names in model.tied for name in names}
     for name, each in placed.items():
-        if each.tied_to:
-            group = found.get(each.tied_to, {each.tied_to: None}) | found.get(name, {name: None})
-            for one in group:
-                found[one] = group
-    return {name: tuple(names) for name, names in found.items()}
+        if to := each.tied_to:
+            found[to] = (*found.get(to, (to,)), *found.get(name, (name,)))
+    return found
 
 
 def _unit(names: Sequence[str], units: frozenset[str]) -> str:
