@@ -70,8 +70,8 @@ class Ran:
 
 def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, Ran]:
     """Return the findings, the summary if none of them is an error, and the step that ran."""
+    from shardtensor.cli.check_text import summarize
     from shardtensor.cli.model_source import resolved_of
-    from shardtensor.plan.estimates.summary import summarize
     from shardtensor.plan.findings.checking import OF_FLOWS, check_plan
 
     resolved = resolved_of(options.plan, options)
@@ -80,7 +80,6 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, Ran]:
     if all(each.code in OF_FLOWS for each in errors):
         found, ran = compare_step(options, resolved)
         if _errors(found):
-            found = tuple(_with_own_numbers(each, errors) for each in found)
             findings = tuple(each for each in findings if each.severity != "error")
         findings = (*findings, *found)
     return findings, None if _errors(findings) else summarize(resolved, options.plan), ran
@@ -88,17 +87,6 @@ def _checked(options: argparse.Namespace) -> tuple[tuple[Any, ...], Any, Ran]:
 
 def _errors(findings: Sequence[Any]) -> list[Any]:
     return [finding for finding in findings if finding.severity == "error"]
-
-
-def _with_own_numbers(found: Any, errors: Sequence[Any]) -> Any:
-    """Return a finding in a small model as that of the model itself, if the text had shown it."""
-
-    def key(finding: Any) -> Any:
-        origin = finding.origin
-        return finding.code, (origin.source.file, origin.span) if origin is not None else finding.tensor
-
-    own = next((each for each in errors if key(each) == key(found)), None)
-    return found if own is None else attrs.evolve(own, fix=found.fix, notes=found.notes)
 
 
 def compare_step(options: argparse.Namespace, resolved: Any) -> tuple[tuple[Any, ...], Ran]:

@@ -19,19 +19,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shardtensor import ShardedOptimizer, ShardedTensor, shard_parameter
+from shardtensor import ShardedOptimizer, shard_module
 from shardtensor.cli.arguments import quiet_processes
-from shardtensor.cli.show_text import draw_boxes, rank_style
-from shardtensor.layout.box import Box
-from shardtensor.plan.findings.brief import brief_names
-from shardtensor.plan.match.patterns import matches
-from shardtensor.tensor.sharded_tensor import local_of
+from shardtensor.cli.show_text import print_scene, scene_of_plan
+from shardtensor.parallel.model_info import model_info
+from shardtensor.plan.match.resolve import resolve
+from shardtensor.plan.plan import Plan
 
 BATCH, LENGTH, LEARNING_RATE = 8, 96, 1e-3
 TOLERANCE = 1e-4
@@ -49,31 +46,17 @@ Next
 
 
 @attrs.frozen
-class Held:
-    """The boxes of one parameter by rank; none if it is replicated."""
-
-    name: str
-    shape: tuple[int, ...]
-    spec: str = ""
-    boxes: tuple[tuple[Box, ...], ...] = ()
-
-
-@attrs.frozen
 class Outcome:
     """The results of the demo.
 
     Attributes:
         sharded, dense: the loss of every step.
         step_s: the seconds of the sharded steps and of the dense steps.
-        held: the boxes of each parameter.
-        held_bytes: of parameters, gradients and optimizer state: of each rank, and last of the dense model.
     """
 
     sharded: list[float]
     dense: list[float]
     step_s: tuple[float, float]
-    held: list[Held]
-    held_bytes: list[tuple[int, ...]]
 
 
 def run_demo(options: argparse.Namespace) -> int:
@@ -95,7 +78,11 @@ def run_demo(options: argparse.Namespace) -> int:
     )
     start = time.perf_counter()
     outcome = _launch(text, options.steps, device, world)
-    return 1 if outcome is None else _judge(outcome, console, time.perf_counter() - start)
+    if outcome is None:
+        return 1
+    wall_s = time.perf_counter() - start
+    show_holders(Corpus(text).vocabulary, world, console)
+    return _judge(outcome, console, wall_s, world)
 
 
 def _launch(text: bytes, steps: int, device: str, world: int) -> Outcome | None:
@@ -116,10 +103,8 @@ def _launch(text: bytes, steps: int, device: str, world: int) -> Outcome | None:
         return None
 
 
-def _judge(outcome: Outcome, console: Console, wall_s: float) -> int:
+def _judge(outcome: Outcome, console: Console, wall_s: float, world: int) -> int:
     """Print the results; returns the exit status."""
-    show_holders(outcome.held, console)
-    show_bytes(outcome.held_bytes, console)
     steps = len(outcome.sharded)
     step, difference = worst_difference(outcome.sharded, outcome.dense)
     console.print(
@@ -139,40 +124,18 @@ def _judge(outcome: Outcome, console: Console, wall_s: float) -> int:
         f"(worst at step {step})."
     )
     if outcome.step_s[0] > outcome.step_s[1]:
-        console.print(SLOWER.format(len(outcome.held_bytes) - 1, os.cpu_count() or 1), highlight=False)
+        console.print(SLOWER.format(world, os.cpu_count() or 1), highlight=False)
     console.print(NEXT, highlight=False)
     return 0
 
 
-def show_holders(held: list[Held], console: Console) -> None:
-    """Draw each parameter with every rank's boxes in that rank's colour; those of one layout are drawn once."""
-    alike: dict[tuple[Any, ...], list[str]] = {}
-    for each in held:
-        alike.setdefault((each.shape, each.spec, each.boxes) if each.spec else (), []).append(each.name)
-    whole = alike.pop((), [])
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
-    for title, no_wrap in (("parameter", False), ("shape", True), ("spec", False)):
-        table.add_column(title, no_wrap=no_wrap, overflow="fold")
-    table.add_column("dim 0 down,\ndim 1 right", no_wrap=True)  # in a narrow terminal names wrap, not the picture
-    for (shape, spec, boxes), names in alike.items():
-        table.add_row("\n".join(brief_names(names)), " x ".join(map(str, shape)), Text(spec), draw_boxes(shape, boxes))
-    legend = Text("\nwho holds what   ")
-    for rank in range(max((len(each.boxes) for each in held), default=0)):
-        legend.append(f" rank {rank} ", style=rank_style(rank)).append(" ")
-    console.print(legend, table, "whole on every rank: " + ", ".join(brief_names(whole)) + "\n", sep="\n")
-
-
-def show_bytes(held_bytes: list[tuple[int, ...]], console: Console) -> None:
-    """Print a table of the bytes that each rank and the dense model hold."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("KiB held", "parameters", "gradients", "optimizer", "sum", "of dense"):
-        table.add_column(title, justify="left" if title == "KiB held" else "right")
-    *by_rank, dense = held_bytes
-    for rank, sizes in enumerate(held_bytes):
-        who = Text("dense") if rank == len(by_rank) else Text(f"rank {rank}", style=rank_style(rank))
-        cells = [f"{size / 1024:,.1f}" for size in (*sizes, sum(sizes))]
-        table.add_row(who, *cells, f"{100 * sum(sizes) / sum(dense):.0f} %")
-    console.print(table)
+def show_holders(vocabulary: int, world: int, console: Console) -> None:
+    """Draw who holds what of the parameters, as ``shardtensor show`` draws the tensors of a plan."""
+    with torch.device("meta"):
+        model = Decoder(vocabulary, LENGTH)
+    plan = Plan.from_rules({**SPECS, "tie head.weight": "embed.weight", "unmatched": "replicate"}, f"tp={world}")
+    print_scene(scene_of_plan(resolve(plan, model_info(model)), "\nwho holds what"), console)
+    console.print()
 
 
 def worst_difference(sharded: list[float], dense: list[float]) -> tuple[int, float]:
@@ -191,18 +154,16 @@ def work(text: bytes, steps: int, device_type: str) -> Outcome | None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=60))
     try:
-        return _train(Corpus(text), steps, device, dist.get_rank(), dist.get_world_size())
+        return _train(Corpus(text), steps, device, dist.get_rank())
     finally:
         dist.destroy_process_group()
 
 
-def _train(corpus: Corpus, steps: int, device: torch.device, rank: int, world: int) -> Outcome | None:
+def _train(corpus: Corpus, steps: int, device: torch.device, rank: int) -> Outcome | None:
     torch.manual_seed(0)
     model = Decoder(corpus.vocabulary, LENGTH).to(device)
     dense = copy.deepcopy(model) if rank == 0 else None
-    for name in dict(model.named_parameters()):
-        for spec in (spec for pattern, spec in SPECS.items() if matches(pattern, name)):
-            shard_parameter(model, name, spec)
+    shard_module(model, SPECS)
     optimizer: torch.optim.Optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=LEARNING_RATE)
     beside = None if dense is None else torch.optim.AdamW(dense.parameters(), lr=LEARNING_RATE)
     losses: tuple[list[float], list[float]] = ([], [])
@@ -218,14 +179,7 @@ def _train(corpus: Corpus, steps: int, device: torch.device, rank: int, world: i
             print(
                 f"step {step + 1:4d}/{steps}  loss {losses[0][-1]:.6f} sharded  {losses[1][-1]:.6f} dense", flush=True
             )
-    held = [_held(name, param, world) for name, param in model.named_parameters()]
-    own = torch.tensor(_bytes(model, optimizer), device=device)
-    everyone = [torch.empty_like(own) for _ in range(world)]
-    dist.all_gather(everyone, own)
-    if dense is None or beside is None:
-        return None
-    held_bytes = [*(tuple(each.tolist()) for each in everyone), _bytes(dense, beside)]
-    return Outcome(*losses, (seconds[0], seconds[1]), held, held_bytes)
+    return Outcome(*losses, (seconds[0], seconds[1])) if rank == 0 else None
 
 
 def train_step(
@@ -237,21 +191,6 @@ def train_step(
     loss.backward()
     optimizer.step()
     return loss.item()
-
-
-def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Return the bytes of this process's parameters, gradients and optimizer state."""
-    params = list(model.parameters())
-    grads = [param.grad for param in params if param.grad is not None]
-    states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-    return tuple(sum(local_of(x).nbytes for x in tensors) for tensors in (params, grads, states))
-
-
-def _held(name: str, param: torch.Tensor, world: int) -> Held:
-    shape = tuple(param.shape)
-    if not isinstance(param, ShardedTensor):
-        return Held(name, shape)
-    return Held(name, shape, str(param.sharding_spec()), tuple(param._layout.boxes(rank) for rank in range(world)))
 
 
 HEAD = 32

@@ -30,9 +30,6 @@ def add_parser(commands: Any) -> None:
         "verified with a small model of the kind",
     )
     parser.add_argument(
-        "--prefix", default="", metavar="NAME", help="put NAME. before each pattern: that of the base model"
-    )
-    parser.add_argument(
         "--config", type=Path, metavar="FILE", help="the model's config.json, for the length of its heads"
     )
     parser.add_argument("--experts", action="store_true", help="with the plan of experts: shards them over an axis ep")
@@ -55,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _of_plan(options: argparse.Namespace, found: Mapping[str, Any]) -> str:
     """Return the text for a plan in a file."""
-    from shardtensor.plan.interop.hugging_face import plan_text_from_hf, with_prefix
+    from shardtensor.plan.interop.hugging_face import plan_text_from_hf
 
     nested = isinstance(found.get("tp_plan"), Mapping) or isinstance(found.get("ep_plan"), Mapping)
     plans = (found.get("tp_plan") or {}, found.get("ep_plan") or {}) if nested else (found, {})
@@ -63,9 +60,8 @@ def _of_plan(options: argparse.Namespace, found: Mapping[str, Any]) -> str:
         odd = next((f"{pattern!r}: {word!r}" for pattern, word in plan.items() if not isinstance(word, str)), None)
         if odd is not None:
             raise ValueError(f"{options.path} is no plan: a rule is a pattern and a word, found {odd}")
-    tp_plan, ep_plan = (with_prefix(options.prefix, plan) for plan in plans)
     config = _json(options.config) if options.config else {}
-    return plan_text_from_hf(tp_plan, ep_plan if options.experts else None, config=config)
+    return plan_text_from_hf(plans[0], plans[1] if options.experts else None, config=config)
 
 
 def _json(path: Path) -> dict[str, Any]:

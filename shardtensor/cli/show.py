@@ -17,7 +17,7 @@ from shardtensor.cli.arguments import add_model_arguments, add_step_arguments
 from shardtensor.errors import ShardTensorError, SpecError
 
 if TYPE_CHECKING:
-    from shardtensor.cli.scene import Scene
+    from shardtensor.cli.show_text import Scene
 
 FAILS = 1
 
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _scene(options: argparse.Namespace) -> Scene:
     from shardtensor.cli.model_source import resolved_of
-    from shardtensor.cli.scene import scene_of_plan
+    from shardtensor.cli.show_text import scene_of_plan
 
     resolved = resolved_of(options.plan, options)
     subject = options.safetensors or options.module or options.model or ""

@@ -31,7 +31,6 @@ class Line:
         module: the pattern before the style or block of this rule, which must match modules. Empty for a rule without
             either.
         is_optional: it may match nothing.
-        depth: how many includes deep it was written; 0 is the file itself.
         origin: of the layout or the flow; if a style made it, the call, through the line of the style. None for rules
             made in Python.
         pattern_origin: of the pattern.
@@ -43,7 +42,6 @@ class Line:
     name: str = ""
     module: str = ""
     is_optional: bool = False
-    depth: int = 0
     origin: Origin | None = None
     pattern_origin: Origin | None = None
 

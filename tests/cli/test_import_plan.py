@@ -32,18 +32,16 @@ def test_a_plan_is_printed(write, capsys):
     assert capsys.readouterr().out == plan_text_from_hf(PLAN)
 
 
-def test_prefix_experts_and_heads(write, capsys):
+def test_experts_and_heads(write, capsys):
     ep_plan = {"layers.*.mlp.experts.gate_up_proj": "grouped_gemm", "layers.*.mlp.experts": "ep_dispatch_experts"}
     attention = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
     attention["layers.*.self_attn.o_proj"] = "rowwise"
     path = write({"tp_plan": attention, "ep_plan": ep_plan})
     config = write({"num_attention_heads": 4, "hidden_size": 64}, "config.json")
-    assert main(["import", "hf", path, "--prefix", "model", "--experts", "--config", config]) == 0
+    assert main(["import", "hf", path, "--experts", "--config", config]) == 0
     out = capsys.readouterr().out
     rules = [line.split(":") for line in out.splitlines()]
-    assert ["model.layers.*.self_attn.q_proj", "hf_colwise(tp, unit=hd)"] in [
-        list(map(str.strip, rule)) for rule in rules
-    ]
+    assert ["layers.*.self_attn.q_proj", "hf_colwise(tp, unit=hd)"] in [list(map(str.strip, rule)) for rule in rules]
     assert "gate_up_proj: [ep, -, -]\n" in out and "mesh (dp = world / (ep * tp), ep, tp)\ndata dp*ep\n" in out
 
 

@@ -251,7 +251,7 @@ def test_a_memory_without_a_unit_is_refused(capsys, text):
 def test_the_defaults_of_a_plan_fit_the_world_and_are_no_fallbacks(capsys, plan, model, ranks):
     args = ["--model", str(config_path(model))]
     assert main(["check", plan, "--world", str(ranks), *args]) == 0
-    assert "fallbacks taken" not in capsys.readouterr().out
+    assert "N001" not in capsys.readouterr().out
 
 
 @traced
@@ -271,8 +271,6 @@ def test_master_weights_are_float32_copies_with_float32_state(capsys, config):
     assert master["total"] - short["total"] == 2 * short["parameters"] + short["optimizer"]
     assert main(["plan", *args, "--master-weights"]) == 0
     assert "float32 master weights" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", *args, "--master-weights", "--zero", "ranges"])
 
 
 @traced

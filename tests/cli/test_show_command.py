@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from shardtensor.cli.main import main
-from shardtensor.cli.scene import scene_of_plan
-from shardtensor.cli.show_text import print_scene
+from shardtensor.cli.show_text import print_scene, scene_of_plan
 from shardtensor.plan.loading import load_plan
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import model_from_dims
@@ -40,11 +39,7 @@ def test_one_tensor(capsys, tmp_path):
         said.out
         == f"""\
 {path}
-8 ranks = dp 2 × tp 4   samples differ along dp
-
-       tp 0 1 2 3
-  dp 0    0 1 2 3
-  1       4 5 6 7
+8 ranks (dp=2, tp=4)   samples differ along dp
 
 000000            [tp, -]   out 8 × in 6 float32
 111111            w
@@ -74,7 +69,7 @@ def test_a_plan_of_a_real_model(capsys):
     config = MODELS / "llama3-8b" / "config.json"
     status, said = show(capsys, "llama_2d", "--model", config, "--world", "64")
     assert status == 0
-    assert "64 ranks = dp 8 × tp 8 (kvg 8 × kvr 1)   samples differ along dp" in said.out
+    assert "64 ranks (dp=8, kvg=8, kvr=1)   samples differ along dp" in said.out
     assert "model.layers.{0..31}.mlp.{gate_proj,up_proj}.weight  64 tensors" in said.out
     assert "a rank holds 1792 × 4096, 14.0 MiB; 8 copies, along dp" in said.out
     status, said = show(capsys, "llama_2d", "--model", config, "--world", "64", "--tensor", "**.k_proj")

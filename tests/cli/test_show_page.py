@@ -9,8 +9,7 @@ import attrs
 import pytest
 
 from shardtensor.cli.plan_report import figures
-from shardtensor.cli.scene import scene_of_plan
-from shardtensor.cli.show_text import page
+from shardtensor.cli.show_text import page, scene_of_plan
 from shardtensor.layout.bind import bind
 from shardtensor.mesh import read_mesh
 from shardtensor.plan.axes import Axes

@@ -173,17 +173,11 @@ IN = "in: replicate"
 BLOCKS: dict[str, tuple[str, dict[str, str]]] = {
     "a sharded layer among partial sums": (
         block(SHARDED, IN),
-        {
-            "say how its values leave, in an `out`": block((*SHARDED, "out: [..., tp]"), IN),
-            "or move `in` down to those that are cut alike": block(SHARDED, f"fc1 {IN}"),
-        },
+        {"move `in` down to those that are cut alike": block(SHARDED, f"fc1 {IN}")},
     ),
     "partial sums along another axis": (
         block(OTHER, IN),
-        {
-            "give it an `in` of its own": block((*OTHER, IN), IN),
-            "or move `in` down to those that are cut alike": block((*OTHER, IN), f"fc1 {IN}"),
-        },
+        {"move `in` down to those that are cut alike": block((*OTHER, IN), f"fc1 {IN}")},
     ),
     "the same gradient among partial sums": (
         block(SAME, IN), {"move `in` down to those that are cut alike": block((*SAME, IN), f"fc1 {IN}")},
@@ -228,7 +222,7 @@ CASES: dict[str, Case] = {
     ),
     "a flow of averages": Case(
         lambda: partial_axes(read_flow("partial(tp, op=avg) -> replicate").before),
-        {"write partial(tp), without op=": lambda: partial_axes(read_flow("partial(tp) -> replicate").before)},
+        {"write `partial(tp)`, without `op`": lambda: partial_axes(read_flow("partial(tp) -> replicate").before)},
         mesh="",
     ),
 }

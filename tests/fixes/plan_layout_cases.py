@@ -60,10 +60,11 @@ LAYOUTS: dict[str, dict[str, Right]] = {
     },
 }
 RULES: dict[str, dict[str, Right]] = {
-    "[tpp, -]": {"did you mean `tp`?": "[tp, -]"},
-    "[xyz, -]": {"use one of dp, a, b, tp": "[a, -]"},
+    "[xyz, -]": {"use one of dp, a, b": "[a, -]"},
     "[tp, a]": {"keep one of the two": "[tp, -]"},
-    'chunk(dim=0, placements=["rank:0-8"])': {"name ranks 0 to 7": 'chunk(dim=0, placements=["rank:0-7"])'},
+    'chunk(dim=0, placements=["rank:0-8"])': {
+        "name ranks of the process group": 'chunk(dim=0, placements=["rank:0-7"])'
+    },
 }
 UNEVEN = "[dp*tp, -]"
 CASES: dict[str, Case] = {

@@ -68,7 +68,6 @@ WAYS: dict[str, dict[str, Changes | Callable[[], list[Found]]]] = {
             (USE, STORE + "model.layers.**: flat(dp) by model.layers.*\nstore model.norm: replicate\n")
         ],
     },
-    "two stores that agree: W302": {"drop one of them": [(USE, STORE + "**: flat(dp)\n")]},
     "a style before a tensor: E303": {
         "write a layout for the tensor, such as `[tp, -]`": [
             (DOWN, "down_proj {\nweight: [-, tp]\nout: partial(tp) -> stream\n}")

@@ -100,7 +100,9 @@ LINES: dict[str, dict[str, str]] = {
     "a {\n in: [out: tp]\n}": {
         "`replicate`, `[..., tp]`, `[-, tp, ...]`, `partial(tp)`": "a {\n in: [..., tp]\n out: replicate\n}"
     },
-    "a {\n out: replicate grad [tp]\n}": {},
+    "a {\n out: replicate grad [tp]\n}": {
+        "`grad partial(tp)` for partial sums": "a {\n out: replicate grad partial(tp)\n}"
+    },
     "a {\n out: replicate grad partial(tp, op=max)\n}": {
         "write `partial(tp)`, without `op`": "a {\n out: replicate grad partial(tp)\n}"
     },
@@ -114,9 +116,6 @@ LINES: dict[str, dict[str, str]] = {
     "a {\n store b: flat(dp)\n}": {"move the line out of the braces": "store b: flat(dp)"},
     "store a: [tp]": {"write such as `flat(dp)`": "store a: flat(dp)", "or `replicate`": "store a: replicate"},
     "store: replicate": {'in quotes: `"store"`': '"store": replicate'},
-    "dims a.<L> (out = 3)": {
-        "write `let L = config...` further up": "let L = config.num_hidden_layers\ndims a.<L> (out = 3)"
-    },
     "dims a.<headz> (out = 3)": {},
     "dims a (out = 3, out = 4)": {"keep one": "dims a (out = 3)"},
     'unmatched: chunk(dim=0, placements=["rank:0"])': {},

@@ -23,13 +23,13 @@ from harness.house import PACKAGE, tree_of
 from shardtensor import errors
 from shardtensor.errors import ShardTensorError
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.flows.layer_flows import Contradiction
+from shardtensor.plan.flows.flow import FlowError
 
 BY_HAND = {"spec/diagnostics.py": {"error": 4}}
 """Helpers that put the fix into the text by themselves: by file, the name, and which argument is the fix."""
 NAMES = ("fix", "way", "ways", "way_out")
 """What a helper calls the fix that it hands on."""
-FINDINGS = {"Finding": 4, "Contradiction": 4, "evolve": 99}
+FINDINGS = {"Finding": 4, "FlowError": 4, "evolve": 99}
 """What makes findings of plans, and which argument is the fix; `evolve` takes it by name."""
 
 
@@ -217,7 +217,7 @@ def recording() -> Iterator[list[Made]]:
         if place is not None and self.fix:
             made.append(Made(place[0], f"fix: {self.fix}"))
 
-    inits: dict[type, Any] = {kind: kind.__init__ for kind in (Finding, Contradiction)}
+    inits: dict[type, Any] = {kind: kind.__init__ for kind in (Finding, FlowError)}
     ShardTensorError.__init__ = noting  # type: ignore[method-assign]
     for kind in inits:
         kind.__init__ = noting_finding

@@ -1,22 +1,14 @@
-"""Pictures of layouts: parts cover every element once, and hold what their ranks hold."""
+"""Pictures of layouts: cells show who holds them, and ranks of a shard hold the same."""
 
 from __future__ import annotations
 
-import math
 from itertools import product
 
 import pytest
 
-from shardtensor.cli.scene import Scene, mesh_rows
-from shardtensor.cli.show_text import draw_boxes
 from shardtensor.layout.bind import bind
-from shardtensor.layout.box import Box
-from shardtensor.layout.picture import picture_of
+from shardtensor.layout.picture import EVERYBODY, picture_of
 from shardtensor.mesh import read_mesh
-from shardtensor.plan.axes import Axes
-from shardtensor.plan.models.model import Model
-from shardtensor.plan.plan import Plan
-from shardtensor.plan.resolved import Resolved
 from shardtensor.spec.parse import parse_spec
 
 CASES = [
@@ -54,79 +46,52 @@ def cells(boxes):
 
 
 @pytest.mark.parametrize(("text", "shape", "mesh"), CASES)
-@pytest.mark.parametrize("limit", [1, 2, 5, 64])
-def test_parts_cover_each_element_once_and_ranks_find_theirs(text, shape, mesh, limit):
+def test_ranks_of_a_shard_hold_the_same_and_every_rank_has_one(text, shape, mesh):
     layout = layout_of(text, shape, mesh)
-    picture = picture_of(layout, limit)
-    drawn = cells([box for part in picture.parts for box in part.boxes])
-    assert sorted(drawn) == list(product(*map(range, shape)))
-    holders = {rank: i for i, part in enumerate(picture.parts) for rank in picture.ranks(part, 10**6)[0]}
-    for rank in layout.ranks:
-        part = picture.parts[holders[rank]]
-        assert set(cells(layout.boxes(rank))) <= set(cells(part.boxes))
-        assert part.least <= layout.numel(rank) <= part.most
-        if part.places == 1:
-            assert cells(part.boxes) == cells(layout.boxes(rank))
-    for part in picture.parts:
-        ranks, count = picture.ranks(part, 10**6)
-        assert len(ranks) == count
-        assert part.rank in ranks
-    assert set(holders) == set(layout.ranks)
+    picture = picture_of(layout)
+    found = [picture.ranks(index, 10**6) for index in range(picture.count)]
+    assert sorted(rank for ranks in found for rank in ranks) == sorted(layout.ranks)
+    for index, ranks in enumerate(found):
+        assert len(ranks) == picture.copies
+        assert {picture.index_of(rank) for rank in ranks} == {index}
+        assert len({layout.boxes(rank) for rank in ranks}) == 1
+    sizes = [layout.numel(rank) for rank in layout.ranks]
+    assert picture.ends == (min(sizes), max(sizes))
 
 
-MAPS = [
-    (text, shape, mesh, split)
-    for text, shape, mesh in (*CASES, ("flat(dp)", (2, 2, 5), "dp=3"))
-    for split in range(1 if len(shape) > 1 else 0, max(len(shape), 1))
-    if all(shape) and math.prod(shape[split:]) <= 16 and not text.startswith("replicate")
-]
+@pytest.mark.parametrize(("text", "shape", "mesh"), [case for case in CASES if all(case[1])])
+def test_each_cell_of_a_map_shows_who_holds_it(text, shape, mesh):
+    layout = layout_of(text, shape, mesh)
+    picture = picture_of(layout)
+    holder = {at: rank for rank in reversed(layout.ranks) for at in cells(layout.boxes(rank))}
+    numbers = {at: picture.number(picture.index_of(rank)) if picture.axes else EVERYBODY for at, rank in holder.items()}
+    drawn = [number for row in picture.cells() for number in row]
+    expected = [numbers[at] for at in product(*map(range, shape))]
+    if len(drawn) == len(expected):
+        assert drawn == expected
+    elif len(picture.cells()) == 1:  # no dim that goes down is sharded
+        assert drawn * (len(expected) // len(drawn)) == expected
+    else:
+        assert set(drawn) <= set(expected)
 
 
-@pytest.mark.parametrize(("text", "shape", "mesh", "split"), MAPS)
-def test_each_cell_of_a_map_shows_who_holds_it(text, shape, mesh, split):
-    parts = picture_of(layout_of(text, shape, mesh)).parts
-    holders = {at: i for i, part in enumerate(parts) for at in cells(part.boxes)}
-    places = ["0123456789abcdef"[holders[at]] for at in product(*map(range, shape))]
-    width = math.prod(shape[split:])
-    rows = ["".join(places[i : i + width]) for i in range(0, len(places), width)]
-    lines = draw_boxes(shape, [part.boxes for part in parts], split=split, lines=1000).plain.splitlines()
-    assert lines == rows or (len(lines) == 1 and set(rows) == {lines[0]})
+def test_a_large_tensor_is_shrunk_to_the_map():
+    picture = picture_of(layout_of("[tp, -]", (1024, 1024), "tp=2"))
+    assert picture.cells() == [[0] * 16] * 2 + [[1] * 16] * 2
+    assert len(picture_of(layout_of("[tp, -]", (1024, 1024), "tp=8")).cells()) == 8
 
 
-def test_a_large_world_takes_a_few_parts():
-    layout = layout_of("[tp*dp, -] ", (1 << 20, 8), "dp=2048, tp=8")
-    picture = picture_of(layout, 64)
-    assert len(picture.parts) == 64
-    assert {part.places for part in picture.parts} == {256}
-    assert picture.place_text(picture.parts[1]) == "tp 0, dp 256 to 511"
-    assert picture.ranks(picture.parts[1], 2) == ((2048, 2056), 256)
+def test_a_large_world_takes_no_time():
+    picture = picture_of(layout_of("[tp*dp, -] ", (1 << 20, 8), "dp=2048, tp=8"))
+    assert (picture.count, picture.place_text(257), picture.ranks(257)) == (16384, "tp 0, dp 257", (2056,))
+    assert len(picture.cells()) == 16
+    assert [number for number, _ in picture.legend()] == [0, 8, 16383]
 
 
 def test_factors_are_told_as_the_axis_that_they_make():
     made_of = {"tp": ("kvg", "kvr")}
     mesh = read_mesh("dp=2, kvg=2, kvr=2")
     whole = picture_of(bind(parse_spec("[kvg*kvr, -]"), (8, 2), mesh), made_of=made_of)
-    assert [whole.place_text(part) for part in whole.parts] == ["tp 0", "tp 1", "tp 2", "tp 3"]
+    assert [whole.place_text(index) for index in range(4)] == ["tp 0", "tp 1", "tp 2", "tp 3"]
     part = picture_of(bind(parse_spec("[kvg, -]"), (8, 2), mesh), made_of=made_of)
-    assert [part.place_text(each) for each in part.parts] == ["kvg 0", "kvg 1"]
-    of_mesh = Scene("", "", Resolved(Plan(Axes(mesh, made_of)), Model(()), {}, {}), ())
-    assert of_mesh.mesh_text == "8 ranks = dp 2 × tp 4 (kvg 2 × kvr 2)"
-    assert mesh_rows(Axes(mesh, made_of)).columns == ("kvg 0, kvr 0", "0,1", "1,0", "1,1")
-    alone = Axes(read_mesh("dp=2, kvg=4, kvr=1"), made_of)
-    assert mesh_rows(alone).columns == ("tp 0", "1", "2", "3")
-
-
-def test_a_mesh_shows_its_first_ranks_and_its_last():
-    rows = mesh_rows(Axes(read_mesh("dp=2048, tp=8")))
-    assert rows.rows[0] == ("dp 0", tuple(range(8)))
-    assert rows.rows[-2] == ("", (None,) * 8)
-    assert rows.rows[-1] == ("2047", tuple(range(16376, 16384)))
-
-
-def test_cells_of_a_map_may_be_named():
-    copies = [[Box((0, 0), (1, 2))], [Box((0, 0), (1, 2))]]
-    assert draw_boxes((1, 2), copies, whole="·").plain == "··"
-    assert (
-        draw_boxes((4, 2), [[Box((0, 0), (1, 2))], [Box((1, 0), (1, 2))]], missing=" ", lines=4).plain
-        == "00\n11\n  \n  "
-    )
+    assert [part.place_text(index) for index in range(2)] == ["kvg 0", "kvg 1"]

@@ -95,8 +95,8 @@ for logits: `use cross_entropy()`""",
         {"in": "replicate", "up": st.colwise(), "down": st.rowwise()},
         PlanError,
         """error[E401]: the gradient of `side.weight` along tp is not known
-  why: the `in` of the module sums what comes back along tp, for up is cut: the gradients \
-here may be partial sums, or copies
+  why: `up` leaves values cut along tp: met by such values, its gradients are partial sums; met by copies, \
+they are copies
   fix: write `along("[-, tp, ...]")` if values come cut so, `along("replicate")` if they come whole; \
 or move `in` to the modules that are cut, so that this one is not inside""",
     ),
@@ -105,8 +105,8 @@ or move `in` to the modules that are cut, so that this one is not inside""",
         {key: value for key, value in rules("[-, tp, ...]").items() if key != "norm"},
         PlanError,
         """error[E401]: the gradient of `norm.weight` along tp is not known
-  why: embed leaves values cut along tp: if it meets such values, its gradients are partial sums, \
-and one rank's would be taken for the sum
+  why: `embed` leaves values cut along tp: met by such values, its gradients are partial sums; met by copies, \
+they are copies
   fix: write `along("[-, tp, ...]")` if values come cut so, `along("replicate")` if they come whole""",
     ),
     "an argument that is not there": (

@@ -79,7 +79,6 @@ CASES = [
     ("partial: E404", [(DOWN, "down_proj.weight: [-, tp] partial(dp)")], {}),
     ("two flows: E302", [(GATE, GATE + BELOW + "gate_proj {\n                out: replicate\n            }")], {}),
     ("two stores: E302", [(USE, USE + "store **: flat(dp) by model.layers.*\nstore model.norm: replicate\n")], {}),
-    ("two stores that agree: W302", [(USE, USE + "store **: flat(dp)\nstore model.norm: flat(dp)\n")], {}),
     ("a style before a tensor: E303", [(DOWN, "down_proj.weight: rowwise(tp)")], {}),
     ("an attribute: E303", [], {"of": with_modules({"num_key_value_group": 4})}),
     (

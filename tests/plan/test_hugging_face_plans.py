@@ -11,7 +11,7 @@ from shardtensor import PlanError, parse_spec, plan_from_hf
 from shardtensor.layout.bind import bind
 from shardtensor.mesh import Mesh
 from shardtensor.plan.findings.checking import check_plan
-from shardtensor.plan.interop.hugging_face import EP_WORDS, TP_WORDS, plan_text_from_hf, with_prefix
+from shardtensor.plan.interop.hugging_face import EP_WORDS, TP_WORDS, plan_text_from_hf
 from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.models.dims import model_from_dims
 from shardtensor.plan.models.model import Model, ModuleInfo, TensorInfo
@@ -158,7 +158,7 @@ LLAMA = {
 def test_the_text_reads_like_one_written_by_hand():
     full = {
         "model.embed_tokens": "embedding_rowwise",
-        **with_prefix("model", LLAMA),
+        **{f"model.{pattern}": word for pattern, word in LLAMA.items()},
         "lm_head": "colwise_gather_output",
     }
     config = {"hidden_size": 64, "num_attention_heads": 8}
@@ -211,7 +211,7 @@ def test_a_plan_of_llama_is_right_and_refuses_to_cut_a_head():
     }  # fmt: skip
     full = {
         "model.embed_tokens": "embedding_rowwise",
-        **with_prefix("model", LLAMA),
+        **{f"model.{pattern}": word for pattern, word in LLAMA.items()},
         "lm_head": "colwise_gather_output",
     }
     model = model_from_dims(read_plan("llama", config=config, world=4, params={"tp": 4}))

@@ -119,10 +119,10 @@ def test_a_file_that_is_included_on_two_ways_is_read_once(tmp_path):
     assert len(load_plan(path).sources) == 3
 
 
-def test_depth_says_how_deep_a_line_was_included(tmp_path):
+def test_rules_of_an_included_file_come_where_it_is_included(tmp_path):
     path = files(tmp_path, inner="a: replicate\nunmatched: [-, ...]\n", main='include "inner.shard"\nb: [-]\n')
     plan = load_plan(path)
-    assert [(line.depth, line.pattern) for line in plan.lines] == [(1, "a"), (0, "b")]
+    assert [line.pattern for line in plan.lines] == ["a", "b"]
     assert plan.unmatched.depth == 1
 
 

@@ -283,7 +283,7 @@ FAULTS = [
     ("mesh (tp)", "E105", "a plan has one mesh, and this is another"),
     ("data tp", "E105", "the axes of the data are said twice"),
     ("a {\n in: [out: tp]\n}", "E107", "`[out: tp]` is no layout of a value"),
-    ("a {\n out: replicate grad [tp]\n}", "E107", "`grad` stands before partial sums"),
+    ("a {\n out: replicate grad [tp]\n}", "E107", "a gradient is cut as its value is"),
     ("a {\n local heads: [tp, -]\n}", "E202", "`[tp, -]` is no layout of one dim"),
     ("a {\n use f(x=1, x=2)\n}", "E102", "`x` is given twice"),
     ("store a: [tp]", "E107", "`[tp]` cannot be stored"),

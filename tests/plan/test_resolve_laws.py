@@ -45,10 +45,7 @@ SPECS = some.sampled_from(
      "[tp balanced, -]", "[tp pad(16), -]", "[a blocks(2), -]", "[embed: a]", "[a, b]", "[tp unit(3), -]", "[-, -, a]"]
 ).map(parse_spec)  # fmt: skip
 LINES = some.lists(
-    some.builds(
-        Line, PATTERNS, value=SPECS, is_optional=some.booleans(),
-        depth=some.integers(0, 1),
-    ),
+    some.builds(Line, PATTERNS, value=SPECS, is_optional=some.booleans()),
     max_size=6,
 )  # fmt: skip
 PLANS = some.builds(

@@ -6,33 +6,23 @@ activations, is not included.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import Layout, ListedLayout, MeshLayout
-from shardtensor.layout.partition import Param, Partition, held_bytes
 from shardtensor.layout.ranges import REDUCE_BUFFERS, SMALL_BYTES, aligned_bytes, gather_buffers
-from shardtensor.mesh import Mesh
+from shardtensor.mesh import Mesh, index_along
 from shardtensor.plan.match.units import Flat, GatherUnit, gather_units, own_tensors
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.resolved import Resolved
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0, "none": 0}
 """The number of state tensors for each parameter, by the name of the optimizer; ``momentum`` is SGD with momentum."""
-
-
-ZERO: dict[str, tuple[Partition, bool]] = {
-    "owners": ("owners", False),
-    "ranges": ("ranges", False),
-    "gradients": ("ranges", True),
-}
-"""How a `ZeroRedundancyOptimizer` steps parameters in parts: its partition, and whether it reduces gradients."""
 
 
 @attrs.frozen
@@ -94,227 +84,121 @@ class _Optimizer:
         return RankBytes(optimizer=self.states * size, tensors=self.states + 1, master_weights=size)
 
 
-class _Load(Protocol):
-    """The bytes of some tensors on each rank."""
-
-    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
-        """Return the mesh axes along which it differs, each with the coordinates from which on it may."""
-        ...
-
-    def on(self, rank: int, mesh: Mesh, optimizer: _Optimizer) -> RankBytes: ...
-
-
-@attrs.frozen(cache_hash=True)
-class _Tensor:
-    """A tensor that is stored as in the computation."""
-
-    layout: Layout
-    dtype: str
-    trains: bool
-    is_buffer: bool
-
-    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
-        return {axis: range(mesh.sizes[axis]) for axis in _uneven_axes(self.layout, mesh)}
-
-    def on(self, rank: int, mesh: Mesh, optimizer: _Optimizer) -> RankBytes:
-        size = self.layout.numel(rank) * BYTES[self.dtype]
-        if self.is_buffer:
-            return RankBytes(buffers=size, tensors=1)
-        if not self.trains:
-            return RankBytes(parameters=size, tensors=1)
-        return RankBytes(size, size, tensors=2).plus(optimizer.held(self.layout.numel(rank), self.dtype))
-
-
-@attrs.frozen(cache_hash=True)
-class _Range:
-    """A rank's range of parameters that are gathered together."""
-
-    flat: Flat
-
-    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
-        inner = {axis for layout in self.flat.layouts for axis in _uneven_axes(layout, mesh)}
-        found: dict[int, Sequence[int]] = {axis: range(mesh.sizes[axis]) for axis in inner}
-        ranges = self.flat.ranges(mesh.ranks[0])
-        if len(self.flat.layouts) > 1 or not self.flat.trains or not (inner or ranges.waste):
-            return found
-        # The optimizer steps the only parameter, not the padding after it.
-        if inner or len(self.flat.axes) > 1:
-            return found | {axis: range(mesh.sizes[axis]) for axis in self.flat.axes}
-        last = ranges.lengths[0] // ranges.chunk
-        return {self.flat.axes[0]: [place for place in (0, last, last + 1) if place < ranges.ranks]}
-
-    def on(self, rank: int, mesh: Mesh, optimizer: _Optimizer) -> RankBytes:
-        ranges, item = self.flat.ranges(rank), BYTES[self.flat.dtype]
-        if not self.flat.trains:
-            return RankBytes(parameters=ranges.chunk * item, tensors=1)
-        stepped = ranges.chunk
-        if len(self.flat.layouts) == 1:
-            start, stop = ranges.piece(0, place_along(mesh, self.flat.axes, rank))
-            stepped = stop - start
-        size = ranges.chunk * item
-        return RankBytes(size, size, tensors=2).plus(optimizer.held(stepped, self.flat.dtype))
-
-
-@attrs.frozen(cache_hash=True)
-class _Zero:
-    """The parameters of a `ZeroRedundancyOptimizer`, which data ranks step in parts."""
-
-    params: tuple[Param, ...]
-    axes: tuple[int, ...]
-    mode: str
-
-    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
-        return {axis: range(mesh.sizes[axis]) for axis in self.axes}
-
-    def on(self, rank: int, mesh: Mesh, optimizer: _Optimizer) -> RankBytes:
-        ranks = math.prod(mesh.sizes[axis] for axis in self.axes)
-        partition, is_reduced = ZERO[self.mode]
-        held = held_bytes(self.params, ranks, place_along(mesh, self.axes, rank), partition, is_reduced=is_reduced)
-        return RankBytes(
-            *(held.parameters, held.gradients, optimizer.states * held.state),
-            gathered=held.buffers,
-            tensors=(2 + optimizer.states) * len(self.params),
-        )
-
-
 @attrs.frozen(eq=False)
-class _Lent:
-    """Memory for gathered units (those that stay gathered have their own, the others take turns) and reductions."""
+class _Held:
+    """What ranks hold of a plan, each kind with its number: layers are alike.
 
+    Attributes:
+        tensors: stored as in the computation: the layout, the dtype, whether it is trained, and whether it is a buffer.
+        flats: parameters of which a rank holds a range.
+    """
+
+    mesh: Mesh
     units: tuple[GatherUnit, ...]
+    tensors: Counter[tuple[Layout, str, bool, bool]]
+    flats: Counter[Flat]
 
-    def along(self, mesh: Mesh) -> dict[int, Sequence[int]]:
-        layouts = {layout for unit in self.units for flat in unit.flats for layout in flat.layouts}
-        return {axis: range(mesh.sizes[axis]) for layout in layouts for axis in _uneven_axes(layout, mesh)}
+    def on(self, rank: int, optimizer: _Optimizer) -> RankBytes:
+        """Return the bytes of one rank."""
+        found = RankBytes(gathered=self._gathered(rank))
+        for (layout, dtype, trains, is_buffer), times in self.tensors.items():
+            size = layout.numel(rank) * BYTES[dtype]
+            each = RankBytes(buffers=size, tensors=1) if is_buffer else RankBytes(parameters=size, tensors=1)
+            if trains and not is_buffer:
+                each = RankBytes(size, size, tensors=2).plus(optimizer.held(layout.numel(rank), dtype))
+            found = found.plus(each, times)
+        for flat, times in self.flats.items():
+            ranges = flat.ranges(rank)
+            size = stepped = ranges.chunk
+            if len(flat.layouts) == 1:  # the optimizer steps the only parameter, not the padding after it
+                here = self.mesh.coordinate(rank)
+                assert here is not None, "a rank of the mesh"
+                start, stop = ranges.piece(0, index_along(flat.axes, self.mesh.sizes, here))
+                stepped = stop - start
+            size *= BYTES[flat.dtype]
+            each = RankBytes(parameters=size, tensors=1)
+            if flat.trains:
+                each = RankBytes(size, size, tensors=2).plus(optimizer.held(stepped, flat.dtype))
+            found = found.plus(each, times)
+        return found
 
-    def on(self, rank: int, mesh: Mesh, optimizer: _Optimizer) -> RankBytes:
+    def _gathered(self, rank: int) -> int:
+        """Return the memory for gathered units (those that stay gathered have their own, the others take turns) and
+        for reductions."""
         packed, modules = 0, []
         for unit in self.units:
             sizes = [(flat.ranges(rank).total * BYTES[flat.dtype], flat.trains) for flat in unit.flats]
             packed = max([packed, *(size for size, trains in sizes if trains)])
             stays = unit.holds_units or sum(size for size, _ in sizes) <= SMALL_BYTES
             modules.append((sum(aligned_bytes(size) for size, _ in sizes), stays))
-        gathered = sum(buffer.size_bytes for buffer in gather_buffers(modules))
-        return RankBytes(gathered=gathered + REDUCE_BUFFERS * packed)
+        return sum(buffer.size_bytes for buffer in gather_buffers(modules)) + REDUCE_BUFFERS * packed
+
+    def ranks(self) -> Iterator[int]:
+        """Yield ranks, among them one of each amount that ranks hold; along axes without a difference, the first."""
+        mesh = self.mesh
+        places: dict[int, set[int]] = {axis: {0} for axis in range(len(mesh.sizes))}
+        layouts = {layout for layout, *_ in self.tensors}.union(*(flat.layouts for flat in self.flats))
+        for axis in {axis for layout in layouts for axis in _uneven_axes(layout, mesh)}:
+            places[axis] |= {*range(mesh.sizes[axis])}
+        for flat in self.flats:
+            ranges = flat.ranges(mesh.ranks[0])
+            if len(flat.layouts) > 1 or not flat.trains or not (ranges.waste or _uneven_axes(flat.layouts[0], mesh)):
+                continue
+            if len(flat.axes) > 1 or _uneven_axes(flat.layouts[0], mesh):
+                for axis in flat.axes:
+                    places[axis] |= {*range(mesh.sizes[axis])}
+            else:  # full ranges, the last one with elements, and those without
+                last = ranges.lengths[0] // ranges.chunk
+                places[flat.axes[0]] |= {place for place in (last, last + 1) if place < ranges.ranks}
+        yield from (mesh.rank_at(place) for place in product(*(sorted(each) for each in places.values())))
 
 
-def rank_bytes(
-    resolved: Resolved, rank: int, *, optimizer: str = "adamw", zero: str | None = None, master_weights: bool = False
-) -> RankBytes:
+def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw", master_weights: bool = False) -> RankBytes:
     """Return the bytes that one rank holds.
 
     Args:
         rank: of the world.
         optimizer: one of `OPTIMIZERS`.
-        zero: one of `ZERO`: data ranks step whole parameters or ranges, and hold all gradients or those that they step.
         master_weights: the optimizer holds a float32 copy of each parameter of a shorter dtype that it steps, and has
-            its state in float32; not with `zero`.
+            its state in float32.
 
     Raises:
-        PlanError: the optimizer is not known, the plan has no such rank, or `zero` does not fit the plan.
+        PlanError: the optimizer is not known, or the plan has no such rank.
     """
-    stepped = _optimizer(optimizer, master_weights)
     mesh = resolved.plan.axes.mesh
     if rank not in mesh.ranks:
         raise PlanError(f"the plan has no rank {rank}", {"ranks": f"{mesh.ranks[0]} to {mesh.ranks[-1]}"})
-    units = gather_units(resolved)
-    found = RankBytes()
-    for load, times in _loads(resolved, units, zero).items():
-        found = found.plus(load.on(rank, mesh, stepped), times)
-    return found
+    return _held(resolved).on(rank, _optimizer(optimizer, master_weights))
 
 
-def plan_bytes(
-    resolved: Resolved, *, optimizer: str = "adamw", zero: str | None = None, master_weights: bool = False
-) -> PlanBytes:
+def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw", master_weights: bool = False) -> PlanBytes:
     """Return the least and the most that any rank holds. The time grows with the number of different ranks, mostly one.
 
     Args:
-        optimizer, zero, master_weights: as for `rank_bytes`.
+        optimizer, master_weights: as for `rank_bytes`.
 
     Raises:
-        PlanError: the optimizer is not known, or `zero` does not fit the plan.
+        PlanError: the optimizer is not known.
     """
-    stepped = _optimizer(optimizer, master_weights)
-    mesh, units = resolved.plan.axes.mesh, gather_units(resolved)
-    first = mesh.ranks[0]
-    same = RankBytes()
-    differing: list[tuple[_Load, int, tuple[int, ...]]] = []
-    places: dict[int, set[int]] = {}
-    for load, times in _loads(resolved, units, zero).items():
-        along = load.along(mesh)
-        if along:
-            differing.append((load, times, tuple(along)))
-        else:
-            same = same.plus(load.on(first, mesh, stepped), times)
-        for axis, each in along.items():
-            places.setdefault(axis, set()).update(each)
-    union = sorted(places)
-    cached: dict[tuple[int, tuple[int, ...]], RankBytes] = {}
-    least = most = None
-    for place in product(*(sorted(places[axis]) for axis in union)):
-        at = dict(zip(union, place, strict=True))
-        rank = mesh.rank_at([at.get(axis, 0) for axis in range(len(mesh.sizes))])
-        here = same
-        for i, (load, times, axes) in enumerate(differing):
-            key = (i, tuple(at[axis] for axis in axes))
-            if key not in cached:
-                cached[key] = load.on(rank, mesh, stepped)
-            here = here.plus(cached[key], times)
-        if least is None or here.total < least[0].total:
-            least = here, rank
-        if most is None or here.total > most[0].total:
-            most = here, rank
-    assert least is not None and most is not None, "a mesh has a rank"
+    held, stepped = _held(resolved), _optimizer(optimizer, master_weights)
+    each = [(held.on(rank, stepped), rank) for rank in held.ranks()]
+    least, most = (choose(each, key=lambda pair: pair[0].total) for choose in (min, max))
     return PlanBytes(*least, *most)
 
 
-def place_along(mesh: Mesh, axes: tuple[int, ...], rank: int) -> int:
-    """Return the index of a rank among those along some axes, major first."""
-    here = mesh.coordinate(rank)
-    assert here is not None, "a rank of the mesh"
-    place = 0
-    for axis in axes:
-        place = place * mesh.sizes[axis] + here[axis]
-    return place
+def _held(resolved: Resolved) -> _Held:
+    units = gather_units(resolved)
+    tensors = Counter(
+        (placed.layout, placed.tensor.dtype, placed.tensor.requires_grad, placed.tensor.is_buffer)
+        for placed in own_tensors(resolved) if placed.stored is None or placed.tensor.is_buffer
+    )  # fmt: skip
+    return _Held(resolved.plan.axes.mesh, units, tensors, Counter(flat for unit in units for flat in unit.flats))
 
 
 def _optimizer(name: str, master_weights: bool) -> _Optimizer:
     if name not in OPTIMIZERS:
         raise PlanError(f'no optimizer is called "{name}"', {"known": ", ".join(OPTIMIZERS)})
     return _Optimizer(OPTIMIZERS[name], master_weights)
-
-
-def _loads(resolved: Resolved, units: tuple[GatherUnit, ...], zero: str | None) -> Counter[_Load]:
-    """Return each kind of load and its number: layers are alike."""
-    return Counter(_each_load(resolved, units, zero))
-
-
-def _each_load(resolved: Resolved, units: tuple[GatherUnit, ...], zero: str | None) -> Iterator[_Load]:
-    if zero is not None:
-        yield _zero_load(resolved, zero)
-    yield _Lent(units)
-    for unit in units:
-        yield from map(_Range, unit.flats)
-    for placed in own_tensors(resolved):
-        tensor = placed.tensor
-        if (placed.stored is None and zero is None) or tensor.is_buffer:
-            yield _Tensor(placed.layout, tensor.dtype, tensor.requires_grad, tensor.is_buffer)
-
-
-def _zero_load(resolved: Resolved, zero: str) -> _Zero:
-    placed = [each for each in own_tensors(resolved) if not each.tensor.is_buffer]
-    sharded = [each.tensor.name for each in placed if each.stored is not None or each.layout.sharding_axes]
-    if sharded:
-        raise PlanError(
-            "ZeroRedundancyOptimizer steps parameters that every rank holds whole, and the plan shards some",
-            {"sharded": ", ".join(sharded[:8])},
-            "leave --zero out: sharded parameters have sharded state",
-        )
-    axes = resolved.plan.axes
-    items = [(each.tensor.dtype, each.tensor.requires_grad, math.prod(each.tensor.shape)) for each in placed]
-    params = tuple(Param(length, BYTES[dtype], trains, dtype) for dtype, trains, length in items)
-    return _Zero(params, tuple(axes.mesh.names.index(leaf) for leaf in axes.leaves(axes.data)), zero)
 
 
 def _uneven_axes(layout: Layout, mesh: Mesh) -> tuple[int, ...]:

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-
-def skeleton(name: str) -> str:
-    """Return a name without its numbers: equal for the same tensor of every layer.
-
-    Example:
-        >>> skeleton("layers.3.q.weight")
-        'layers.#.q.weight'
-    """
-    return ".".join("#" if segment.isdecimal() else segment for segment in name.split("."))
+from shardtensor.plan.match.patterns import starred
 
 
 def brief_names(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -38,7 +30,7 @@ def _folded(names: Iterable[str]) -> list[tuple[_Words, tuple[str, ...]]]:
     """Return for each pattern the words of every segment, and the names."""
     kinds: dict[str, list[str]] = {}
     for name in names:
-        kinds.setdefault(skeleton(name), []).append(name)
+        kinds.setdefault(starred(name), []).append(name)
     folds = [(_words(members), tuple(members)) for members in kinds.values()]
     merged: list[tuple[_Words, tuple[str, ...]]] = []
     for words, members in folds:

@@ -11,11 +11,12 @@ from shardtensor.layout.explain import bytes_text
 from shardtensor.layout.layout import FlatLayout, Layout, MeshLayout
 from shardtensor.layout.pieces import Pieces
 from shardtensor.plan.estimates.memory import plan_bytes
-from shardtensor.plan.findings.brief import brief_names, skeleton
+from shardtensor.plan.findings.brief import brief_names
 from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.flows.gradients import Flows, check_flows
 from shardtensor.plan.line import mesh_place, origin_of
 from shardtensor.plan.match.layout_errors import shape_text
+from shardtensor.plan.match.patterns import starred
 from shardtensor.plan.match.units import own_tensors
 from shardtensor.plan.models.model import BYTES
 from shardtensor.plan.plan import Plan
@@ -127,10 +128,10 @@ def _unequal(resolved: Resolved, own: Sequence[Placed]) -> Iterator[Finding]:
     parts: dict[str, tuple[int, list[str]]] = {}
     for placed in own:
         name, numel = placed.tensor.name, placed.layout.numel
-        size, names = parts.get(skeleton(name), (0, []))
+        size, names = parts.get(starred(name), (0, []))
         if placed.stored is None:
             size += (numel(held.most_rank) - numel(held.least_rank)) * BYTES[placed.tensor.dtype]
-        parts[skeleton(name)] = size, [*names, name]
+        parts[starred(name)] = size, [*names, name]
     unequal = sorted((part for part in parts.values() if part[0] > 0), reverse=True)
     yield Finding(
         "W305", f"some ranks hold {more}", mesh_place(resolved.plan),

@@ -7,7 +7,7 @@ replicate`` it is equal on all ranks that hold copies of the value; without eith
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import EllipsisType, MappingProxyType
 
@@ -72,38 +72,40 @@ def read_flow(flow: Flow | Spec | str) -> Flow:
     if isinstance(flow, Flow):
         return flow
     if not isinstance(flow, str):
-        layout = _value_layout(flow)
-        return Flow(layout, layout)
+        return flow_of([as_spec(flow)])
     arrow, _, grad = flow.partition(" grad ")
-    sides = [_value_layout(side.strip()) for side in arrow.split("->")]
+    return flow_of([as_spec(side.strip()) for side in arrow.split("->")], as_spec(grad.strip()) if grad else None)
+
+
+def flow_of(sides: Sequence[ShardingSpec], grad: ShardingSpec | None = None) -> Flow:
+    """Return the flow with these layouts, one or two, and that of its gradient.
+
+    Raises:
+        PlanError: they are no layouts of values, or of its gradient.
+    """
     if len(sides) > 2:
-        raise PlanError("a flow has one arrow", {"found": flow}, "write `LAYOUT -> LAYOUT`")
-    partials: Axes = ()
-    if grad:
-        partials = _partials(_value_layout(grad.strip()), sides[-1], flow)
-    return Flow(sides[0], sides[-1], partials, bool(grad))
-
-
-def _partials(grad: Spec, after: Spec, flow: str) -> Axes:
-    """Return the partial axes in the layout of a gradient, whose cuts are those of the value or left out."""
-    if cuts(grad) and cuts(grad) != cuts(after):
+        raise PlanError("a flow has one arrow", {"found": " -> ".join(map(str, sides))}, "write `LAYOUT -> LAYOUT`")
+    before, after = _of_value(sides[0]), _of_value(sides[-1])
+    if grad is None:
+        return Flow(before, after)
+    returning = _of_value(grad)
+    if cuts(returning) and cuts(returning) != cuts(after):
         raise PlanError(
             "a gradient is cut as its value is",
-            {"found": flow},
+            {"found": f"grad {grad}"},
             f"write `grad {after}`, `grad partial(tp)` for partial sums, or `grad replicate` for copies",
         )
-    return partial_axes(grad)
+    return Flow(before, after, partial_axes(returning), True)
 
 
-def _value_layout(text: Spec | str) -> Spec:
-    spec = as_spec(text)
-    if not isinstance(spec, Spec) or spec.named or spec.flat_part or spec.only_part:
-        raise PlanError(
-            "a flow is written in dims and axes",
-            {"found": str(spec)},
-            "write such as `replicate`, `[..., tp]`, `[-, tp, ...]`, `partial(tp)`",
-        )
-    return spec
+def _of_value(spec: ShardingSpec) -> Spec:
+    if isinstance(spec, Spec) and not (spec.named or spec.flat_part or spec.only_part):
+        return spec
+    raise PlanError(
+        f"`{spec}` is no layout of a value",
+        {"why": "a value has no dim names, is not stored, and lies on all ranks"},
+        "write such as `replicate`, `[..., tp]`, `[-, tp, ...]`, `partial(tp)`",
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -150,7 +152,7 @@ def partial_axes(spec: ShardingSpec) -> Axes:
     assert isinstance(spec, Spec)
     for part in spec.partial_parts:
         if part.op != "sum":
-            raise PlanError("a flow adds up", {"found": str(spec)}, "write partial(tp), without op=")
+            raise PlanError("a flow adds up", {"found": str(spec)}, "write `partial(tp)`, without `op`")
     return tuple(axis for part in spec.partial_parts for axis in part.axes)
 
 
@@ -161,29 +163,26 @@ def last_cut(spec: Spec) -> Cut | None:
 
 
 class FlowError(PlanError):
-    """A flow cannot redistribute from its left to its right layout; `code` is that of the finding."""
+    """A flow contradicts itself or the tensors of its layer.
 
-    code = "E402"
+    Attributes:
+        code: of the finding.
+        side: ``in``, ``out``, or the parameter whose layout is wrong; empty if only the flow is known.
+        fault, why, fix: as in a finding.
+    """
 
-
-class CopyError(FlowError):
-    """A copy would become partial sums."""
-
-    code = "E404"
-
-
-class GradientError(FlowError):
-    """The returning gradient is a partial sum along some axes of a cut, but not along all."""
-
-    code = "E401"
+    def __init__(self, code: str, side: str, fault: str, why: str, fix: str) -> None:
+        super().__init__(fault, {"why": why}, fix)
+        self.code, self.side, self.why, self.fix = code, side, why, fix
 
 
 @lru_cache(maxsize=4096)
-def flow_route(flow: Flow, partials: Axes = ()) -> tuple[DimStep, ...]:
+def flow_route(flow: Flow, partials: Axes = (), side: str = "") -> tuple[DimStep, ...]:
     """Return the steps of a flow, as `shardtensor.layout.route` does for layouts.
 
     Args:
         partials: axes along which the gradient from the right is a partial sum, besides those that the flow declares.
+        side: of the layer, for errors.
 
     Raises:
         FlowError: (a PlanError) no steps lead from the left to the right layout.
@@ -200,16 +199,12 @@ def flow_route(flow: Flow, partials: Axes = ()) -> tuple[DimStep, ...]:
     coming = {dim: cut for dim, cut in after.items() if before.get(dim) != cut}
     partial, kept = partial_axes(flow.before), partial_axes(flow.after)
     if not set(kept) <= set(partial):
-        raise CopyError(
-            "a copy does not become partial sums", {"flow": str(flow)}, "leave out `partial` after the arrow"
-        )
+        fix = "leave out `partial` after the arrow"
+        raise FlowError("E404", side, "a copy does not become partial sums", f"the flow is `{flow}`", fix)
     for cut in (*leaving.values(), *coming.values()):
         if cut.blocks != 1:
-            raise FlowError(
-                f"`{cut}` cannot be cut or joined on the way",
-                {"flow": str(flow)},
-                "let the value pass as it is, or cut it evenly or `balanced`",
-            )
+            fix = "let the value pass as it is, or cut it evenly or `balanced`"
+            raise FlowError("E402", side, f"`{cut}` cannot be cut or joined on the way", f"the flow is `{flow}`", fix)
     steps: list[DimStep] = []
     open_axes = [axis for axis in partial if axis not in kept]
     passed = {*cut_axes(flow.before), *cut_axes(flow.after), *partial}
@@ -227,11 +222,12 @@ def flow_route(flow: Flow, partials: Axes = ()) -> tuple[DimStep, ...]:
             steps.append(DimStep("sum_gradient", used_apart, sums=True))
     for dim, cut in leaving.items():
         if 0 < len(set(cut.axes) & set(partials)) < len(cut.axes):
-            raise GradientError(
+            raise FlowError(
+                "E401", side,
                 f"its gradient is a partial sum along {', '.join(axis for axis in cut.axes if axis in partials)} only",
-                {"flow": str(flow), "cut over": "*".join(cut.axes)},
+                f"the flow is `{flow}`, cut over {'*'.join(cut.axes)}",
                 "say the others, too: `grad partial(...)` where the copies differ",
-            )
+            )  # fmt: skip
         steps.append(DimStep("all_gather", cut.axes, dim, cut, set(cut.axes) <= set(partials)))
     for dim, cut in coming.items():
         steps.append(DimStep("slice", cut.axes, dim, cut))

@@ -19,8 +19,8 @@ import attrs
 
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.plan.findings.finding import Finding
-from shardtensor.plan.flows.flow import Flow, as_written, cut_axes, partial_axes
-from shardtensor.plan.flows.layer_flows import Contradiction, LayerWork, layer_work, steps
+from shardtensor.plan.flows.flow import Flow, FlowError, as_written, cut_axes, flow_route, partial_axes
+from shardtensor.plan.flows.layer_flows import LayerWork, layer_work
 from shardtensor.plan.flows.modules import Layer, Modules, Names, StatedFlows, flow_finding, is_inside
 from shardtensor.plan.flows.sums import Sums
 from shardtensor.plan.flows.takers import Takers
@@ -43,7 +43,7 @@ class Flows:
 
     modules: Modules
     works: Mapping[str, LayerWork]
-    contradictions: Mapping[str, Contradiction]
+    contradictions: Mapping[str, FlowError]
     is_whole: bool = True
 
     @cached_property
@@ -78,13 +78,13 @@ def flows_of(resolved: Resolved, *, is_whole: bool = True) -> Flows:
     """
     modules = Modules(resolved)
     works: dict[str, LayerWork] = {}
-    contradictions: dict[str, Contradiction] = {}
+    contradictions: dict[str, FlowError] = {}
     for path, layer in modules.layers.items():
         if not layer.has_flow:
             continue
         try:
             works[path] = layer_work(layer, modules.nearest_in(path) is not None)
-        except Contradiction as found:
+        except FlowError as found:
             contradictions[path] = found
     return Flows(modules, works, contradictions, is_whole)
 
@@ -105,7 +105,7 @@ def check_flows(resolved: Resolved) -> tuple[Finding, ...]:
     return tuple(flows_of(resolved).findings())
 
 
-def _finding(layer: Layer, found: Contradiction) -> Finding:
+def _finding(layer: Layer, found: FlowError) -> Finding:
     side, _, name = found.side.partition(" ")
     line = layer.stated.line(side, name) if side in ("in", "out") else None
     if line is None:
@@ -134,20 +134,20 @@ def _containers(modules: Modules, sums: Sums) -> list[Finding]:
             try:
                 if side == "out" and partial_axes(flow.after) and _works_on_shards(path, modules):
                     named = modules.named(partial_axes(flow.after))
-                    raise Contradiction(
+                    raise FlowError(
                         "E402", side, f"this module leaves no partial sums along {named}",
                         "its class is not known and its parameters are cut, so it works on ShardedTensors, which are "
                         "summed at once",
                         f"write `out: {as_written(stated.module_flows.outs[name][0].before)} -> replicate`",
                     )  # fmt: skip
-                steps(flow, side, partials)
+                flow_route(flow, partials, side)
                 twice = modules.named([axis for axis in flow.partials if axis in cut_axes(flow.after)])
                 if twice:
-                    raise Contradiction(
+                    raise FlowError(
                         "E401", side, f"the gradient along {twice} is declared a partial sum, and is none",
                         f"the value is cut along {twice}: so is its gradient", f"leave {twice} out of `grad`",
                     )  # fmt: skip
-            except Contradiction as found:
+            except FlowError as found:
                 findings.append(flow_finding(found.code, found.fault, line, found.why, found.fix, path))
     return findings
 

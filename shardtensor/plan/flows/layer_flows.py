@@ -14,20 +14,6 @@ from shardtensor.plan.flows.modules import REPLICATE, Layer, Names
 from shardtensor.spec.nodes import Replicate, Spec
 
 
-class Contradiction(Exception):
-    """Flows and tensors of one layer that do not match.
-
-    Attributes:
-        code: of the finding.
-        side: ``in``, ``out``, or the parameter whose layout is wrong.
-        fault, why, fix: as in a finding.
-    """
-
-    def __init__(self, code: str, side: str, fault: str, why: str, fix: str) -> None:
-        super().__init__(fault)
-        self.code, self.side, self.fault, self.why, self.fix = code, side, fault, why, fix
-
-
 @attrs.frozen
 class LayerWork:
     """What one layer does.
@@ -57,11 +43,11 @@ def layer_work(layer: Layer, is_inside: bool) -> LayerWork:
         is_inside: whether a module around it has an `in`, which sums the gradients of its inputs.
 
     Raises:
-        Contradiction: its flows do not match its tensors.
+        FlowError: its flows do not match its tensors.
     """
     if layer.loose:
         placed = layer.params[layer.loose]
-        raise Contradiction(
+        raise FlowError(
             "E402", layer.loose, "flows go with dims cut over axes", f"{layer.loose} is `{placed.spec}`",
             "write the layout in axes, such as `[tp, -]`",
         )  # fmt: skip
@@ -87,17 +73,6 @@ def partials_of(layer: Layer) -> Names:
     return union(layer.cut("weight", "out"), declared) if layer.kind.name == "linear" else declared
 
 
-def steps(flow: Flow, side: str, partials: Names = ()) -> tuple[DimStep, ...]:
-    """Return `flow_route`; raise its errors as contradictions."""
-    try:
-        return flow_route(flow, partials)
-    except FlowError as error:
-        facts = dict(error.rows)
-        fix = facts.pop("fix")
-        why = ", ".join(f"{key} {value}" for key, value in facts.items())
-        raise Contradiction(error.code, side, error.fault, why, fix) from None
-
-
 def _linear(layer: Layer, is_inside: bool) -> LayerWork:
     out_axes, in_axes = layer.cut("weight", "out"), layer.cut("weight", "in")
     enters = _the_one_in(layer)
@@ -109,14 +84,14 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
     twice = [axis for axis in stream if axis in (*out_axes, *in_axes)]
     if twice:
         name = layer.named(twice)
-        raise Contradiction(
+        raise FlowError(
             "E402", "in" if enters is not None else "out", f"the input and the weight are both cut along {name}",
             f"a rank has one part of the tokens and other features than the rest: no rank makes whole rows or columns; "
             f"the weight is `{layer.params['weight'].spec}`",
             f"gather the input: `in: {layer.written('in').partition(' -> ')[0] or came.after} -> replicate`",
         )  # fmt: skip
     if enters is not None and set(_stream(leaves.before)) != set(stream):
-        raise Contradiction(
+        raise FlowError(
             "E402", "out", "`out` does not follow from `in`",
             f"a linear layer keeps how dims before the last are cut; `in` gives `{came.after}`, `out` begins with "
             f"`{leaves.before}`",
@@ -128,16 +103,16 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
     returned = leaves.returned
     partials = union(out_axes, returned)
     own = enters is not None or not is_inside
-    enter = steps(attrs.evolve(came, partials=()), "in", union(partials, came.partials) if own else ())
+    enter = flow_route(attrs.evolve(came, partials=()), union(partials, came.partials) if own else (), "in")
     summed = () if returned == leaves.partials else tuple(axis for axis in leaves.partials if axis not in returned)
-    leave = steps(attrs.evolve(leaves, partials=summed), "out")
+    leave = flow_route(attrs.evolve(leaves, partials=summed), (), "out")
     sums = {"weight": union(stream, returned)}
     beside = False
     if "bias" in layer.params:
         bias_axes = layer.cut("bias", "out")
         if bias_axes and bias_axes != out_axes:
             how = f"[{'*'.join(bias_axes)}]"
-            raise Contradiction(
+            raise FlowError(
                 "E402", "bias", "the bias is cut over other axes than the weight's `out`",
                 f"the weight is `{layer.params['weight'].spec}`, the bias `{how}`: "
                 + ("each rank would add a part to the whole sum" if in_axes else "each rank makes other outputs"),
@@ -146,7 +121,7 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
             )  # fmt: skip
         across = last_cut(leaves.after)
         if in_axes and across is not None and across.axes != out_axes:
-            raise Contradiction(
+            raise FlowError(
                 "E402", "out", f"`out: {layer.written('out')}` leaves parts of the features, and the bias is whole",
                 "it is added once, to what leaves: each rank would add all of it to its part",
                 "leave the sum whole (`-> replicate`) or cut along tokens; or drop the bias",
@@ -158,7 +133,7 @@ def _linear(layer: Layer, is_inside: bool) -> LayerWork:
             sums["bias"] = union(stream, leaves.partials)
         if out_axes and not bias_axes:
             if layer.is_blocked("out"):
-                raise Contradiction(
+                raise FlowError(
                     "E402", "bias", "a weight cut in blocks goes with a bias cut alike",
                     f"the weight is `{layer.params['weight'].spec}`, the bias whole", "cut the bias in blocks, too",
                 )  # fmt: skip
@@ -173,21 +148,21 @@ def _embedding(layer: Layer) -> LayerWork:
     leaves = layer.stated.out if layer.stated.out is not None else natural(columns, rows)
     _check_layout(layer, "out", leaves, leaves.before, columns, rows)
     if layer.is_blocked("vocab"):
-        raise Contradiction(
+        raise FlowError(
             "E402", "weight", "a vocabulary in blocks takes no flow", f"the weight is `{layer.params['weight'].spec}`",
             "cut the vocabulary without `blocks`",
         )  # fmt: skip
     came = _the_one_in(layer) or REPLICATE
     _declared_once(layer, leaves, (*rows, *columns))
     sums = {"weight": union(cut_axes(came.after), leaves.partials)}
-    leave = steps(attrs.evolve(leaves, partials=()), "out")
-    return LayerWork(came, leaves, steps(came, "in"), leave, (), sums)
+    leave = flow_route(attrs.evolve(leaves, partials=()), (), "out")
+    return LayerWork(came, leaves, flow_route(came, (), "in"), leave, (), sums)
 
 
 def _norm(layer: Layer) -> LayerWork:
     for name in layer.params:
         if layer.cut(name, "embed"):
-            raise Contradiction(
+            raise FlowError(
                 "E402", name, "a norm with a flow has whole parameters", f"{name} is `{layer.params[name].spec}`",
                 "write `replicate`",
             )  # fmt: skip
@@ -195,31 +170,31 @@ def _norm(layer: Layer) -> LayerWork:
     leaves = layer.stated.out or Flow(came.after, came.after)
     if partial_axes(came.after):
         axes = layer.named(partial_axes(came.after))
-        raise Contradiction(
+        raise FlowError(
             "E404", "in", f"partial sums along {axes} reach a norm",
             "a norm is not linear: the norms of partial sums do not add up to the norm of their sum",
             f"sum them before: `out: partial({axes}) -> replicate` where they are made",
         )  # fmt: skip
     if last_cut(came.after) is not None and came.after.dims != (last_cut(came.after),):
-        raise Contradiction(
+        raise FlowError(
             "E402", "in", "a norm takes whole last dims", f"`in` is `{came}`: no rank has all that is normalised",
             "cut the stream along another dim",
         )  # fmt: skip
     if leaves.before != came.after:
-        raise Contradiction(
+        raise FlowError(
             "E402", "out" if layer.stated.out is not None else "in", "a norm gives what it takes",
             f"`in` gives `{came.after}`, `out` begins with `{leaves.before}`", f"write `out: {came.after}`",
         )  # fmt: skip
     sums = union(cut_axes(came.after), leaves.partials)
-    enter = steps(attrs.evolve(came, partials=()), "in", came.partials)
-    leave = steps(attrs.evolve(leaves, partials=()), "out")
+    enter = flow_route(attrs.evolve(came, partials=()), came.partials, "in")
+    leave = flow_route(attrs.evolve(leaves, partials=()), (), "out")
     return LayerWork(came, leaves, enter, leave, leaves.partials, dict.fromkeys(layer.params, sums))
 
 
 def _the_one_in(layer: Layer) -> Flow | None:
     named = [name for name in layer.stated.ins if name]
     if named:
-        raise Contradiction(
+        raise FlowError(
             "E402", f"in {named[0]}", f"a layer has one input, not `{named[0]}`", "its arithmetic is known",
             "write `in` alone",
         )  # fmt: skip
@@ -232,7 +207,7 @@ def _stream(spec: Spec) -> Names:
 
 
 def _check_layout(layer: Layer, side: str, flow: Flow, at_weight: Spec, last: Names, partial: Names) -> None:
-    """Raise Contradiction if a flow's layout at the weight does not match the weight's layout."""
+    """Raise FlowError if a flow's layout at the weight does not match the weight's layout."""
     found = last_cut(at_weight)
     axes = found.axes if found is not None and (... in at_weight.dims or len(at_weight.dims) > 1) else ()
     if axes == last and set(partial_axes(at_weight)) == set(partial):
@@ -258,7 +233,7 @@ def _check_layout(layer: Layer, side: str, flow: Flow, at_weight: Spec, last: Na
     else:
         text = f"{expected} -> {after or (before if partial and not axes else 'replicate')}"
         text = text if after or partial else expected
-    raise Contradiction(
+    raise FlowError(
         "E402", side, f"`{side}: {layer.written(side)}` contradicts the layout of the weight", why,
         f"write `{side}: {text}`",
     )  # fmt: skip
@@ -271,7 +246,7 @@ def _no_blocks_on_the_way(layer: Layer, side: str, flow: Flow) -> None:
     at_weight, other = (flow.before, flow.after) if side == "out" else (flow.after, flow.before)
     if last_cut(at_weight) is not None and last_cut(other) != last_cut(at_weight):
         sides = layer.written(side).partition(" grad ")[0].split(" -> ")
-        raise Contradiction(
+        raise FlowError(
             "E402", side, "what is cut in blocks cannot be cut or joined on the way",
             f"the weight is `{layer.params['weight'].spec}`: a rank has a range of each block, not of the whole",
             f"let the value pass as it is: `{side}: {sides[0 if side == 'out' else -1]}`",
@@ -283,7 +258,7 @@ def _declared_once(layer: Layer, leaves: Flow, own: Names) -> None:
     for what, cut in (("result", cut_axes(leaves.after)), ("weight", own)):
         axes = layer.named([axis for axis in leaves.returned if axis in cut]) if leaves.partials else ""
         if axes:
-            raise Contradiction(
+            raise FlowError(
                 "E401", "out", f"the gradient of this output along {axes} is declared a partial sum, and is none",
                 f"the {what} is cut along {axes}: summing would add gradients of different parts",
                 f"leave {axes} out of `grad`",

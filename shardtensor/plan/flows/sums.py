@@ -60,14 +60,15 @@ class Sums:
     # -- values that are cut along tokens -----------------------------------------------------------------------------
 
     @cached_property
-    def _streams(self) -> dict[str, str]:
-        """Axes over which some `out` shards values on a dim that is not the last, with the path of the first."""
-        found: dict[str, str] = {}
+    def _streams(self) -> dict[str, tuple[int, str]]:
+        """Axes over which some `out` shards values on a dim that is not the last, with the place and the path of the
+        first such module."""
+        found: dict[str, tuple[int, str]] = {}
         for path, stated in self._modules.stated.items():
+            here = self._modules.places.get(path, 0), path
             for flow in stated.outs.values():
                 axes = (axis for dim, cut in cuts(flow.after).items() if dim != -1 for axis in cut.axes)
-                for axis in set(axes) - set(cut_axes(flow.before)):
-                    found.setdefault(axis, path)
+                found |= {axis: min(found.get(axis, here), here) for axis in set(axes) - set(cut_axes(flow.before))}
         return found
 
     def _streams_into(self, path: str) -> list[str]:
@@ -113,12 +114,10 @@ class Sums:
         for path, params in self._modules.owned.items():
             if (flows := self._modules.stated.get(path)) is not None and (flows.ins or flows.outs):
                 continue
-            cut = next((placed for placed in params.values() if not placed.layout.is_replicated), None)
-            trained = next((placed for placed in params.values() if placed.tensor.requires_grad), None)
-            if cut is not None:
-                yield from self._cut_without_flows(path, cut)
-            elif trained is not None:
-                yield from self._whole_without_flows(path, trained, beside.get(path.rpartition(".")[0], {}))
+            of_interest = [each for each in params.values() if not each.layout.is_replicated]
+            of_interest += [each for each in params.values() if each.tensor.requires_grad]
+            for placed in of_interest[:1]:
+                yield from self._without_flows(path, placed, beside.get(path.rpartition(".")[0], {}))
 
     def _unknown_siblings(self, stated: StatedFlows, name: str = "") -> tuple[str, str, str] | None:
         """Return an axis and two of its factors if an output is sharded along the one and copied along the other."""
@@ -159,19 +158,15 @@ class Sums:
                 own = partials_of(layer) if layer.has_flow else ()
                 if set(own) == set(partials) or (layer.has_flow and self._unknown_siblings(layer.stated) is not None):
                     continue
-                how, alone = f"leaves {f'partial sums along {modules.named(own)}' if own else 'copies'}", ""
+                how = f"leaves {f'partial sums along {modules.named(own)}' if own else 'copies'}"
                 if not layer.has_flow:
                     how = "passes ShardedTensors, whose gradients are complete"
-                    alone = "say how its values leave, in an `out`, or "
-                elif not set(own) & set(partials):
-                    alone = "give it an `in` of its own, or "
                 yield flow_finding(
                     "E401", f"copies meet partial sums at the `in` of {path or 'the module'}",
                     layer.stated.line("out") or layer.params["weight"].line,
                     f"{layer.path} {how}, the others leave partial sums along {modules.named(partials)}, which `in` "
                     f"sums: what is no partial sum would be counted {modules.times(partials)} times",
-                    f"{alone}move `in` down to those that are cut alike", layer.path,
-                    "flow" if layer.has_flow else "",
+                    "move `in` down to those that are cut alike", layer.path, "flow" if layer.has_flow else "",
                 )  # fmt: skip
 
     def _summed_again(self, path: str, stated: StatedFlows) -> Iterator[Finding]:
@@ -248,38 +243,42 @@ class Sums:
 
     # -- modules without flows where values pass in parts -------------------------------------------------------------
 
-    def _whole_without_flows(self, path: str, placed: Placed, beside: Mapping[str, str]) -> Iterator[Finding]:
-        """Yield a finding for replicated parameters that would get the gradient of one rank's part of the values.
+    def _without_flows(self, path: str, placed: Placed, beside: Mapping[str, str]) -> Iterator[Finding]:
+        """Yield a finding for a parameter of a module without flows, if values near it are sharded: a replicated one
+        would get the gradient of one rank's part of them, a sharded one works on ShardedTensors among plain parts.
 
         Args:
             beside: the axes along which a module of the same parent returns sharded values, and its path.
         """
-        (of, partials), streams = self._around(path), self._streams_into(path)
+        modules, streams, is_cut = self._modules, self._streams_into(path), not placed.layout.is_replicated
+        partials, stated = self._around(path)[1], modules.stated.get(path)
+        if is_cut:
+            partials, beside = () if path in modules.layers else partials, {}
         axes = partials or tuple(beside) or tuple(streams)
-        if not axes:
+        if not axes or (is_cut and stated is not None and stated.module_flows.uses):
             return
-        shown = self._modules.named(axes)
-        if partials:
-            first = self.served[self._modules.nearest_in(path) or ""][0].path
-            why = f"{of} sums what comes back along {shown}, for {first} is cut: "
-            why += "the gradients here may be partial sums, or copies"
-        elif beside:
-            why = f"{beside[axes[0]]} beside it leaves values cut along {self._modules.named(axes[:1])}: met by such "
-            why += "values, its gradients are partial sums; met by copies, they are copies"
-        else:
-            why = (
-                f"{self._streams[streams[0]]} leaves values cut along {shown}: if it meets such values, its gradients "
-            )
-            why += "are partial sums, and one rank's would be taken for the sum"
-        quote = "" if self._modules.resolved.plan.sources else '"'  # rules in Python
+        shown, name = modules.named(axes), placed.tensor.name
+        near = beside.get(axes[0]) or (self._streams[axes[0]][1] if not partials else "")
+        near = near or self.served[modules.nearest_in(path) or ""][0].path
+        why = f"`{near}` leaves values cut along {shown}: "
+        if is_cut:
+            why += f"{name} is `{placed.spec}`, so this module works on ShardedTensors: it would take a part for the "
+            why += "whole, or leave a whole among parts"
+            yield flow_finding(
+                "E403", f"`{path}` is cut, and the plan does not say how values pass it", placed.line, why,
+                "say it: `in` and `out` in its block, or a style such as `colwise(...)` or `vocab_embedding(...)`",
+                path, "layout",
+            )  # fmt: skip
+            return
+        why += "met by such values, its gradients are partial sums; met by copies, they are copies"
+        quote = "" if modules.resolved.plan.sources else '"'  # rules in Python
         cut, whole = (f"along({quote}{stream}{quote})" for stream in (f"[-, {shown}, ...]", "replicate"))
         fix = f"write `{cut}` if values come cut so, `{whole}` if they come whole"
         if partials and not beside:
             fix += "; or move `in` to the modules that are cut, so that this one is not inside"
-        unmatched = self._modules.resolved.plan.unmatched
+        unmatched = modules.resolved.plan.unmatched
         at_unmatched = unmatched.origin if unmatched is not None else None
         place = pattern_place(placed.line) if placed.line is not None else at_unmatched
-        name = placed.tensor.name
         yield Finding("E401", f"the gradient of `{name}` along {shown} is not known", place, why, fix, (), name)
 
     def _norms_of_whole_values(self) -> Iterator[Finding]:
@@ -297,7 +296,7 @@ class Sums:
             axes = [a for a in self._streams_at(path) if a not in came and self._left_whole.get(a, here) >= here]
             if not axes:
                 continue
-            source = self._streams[axes[0]]
+            source = self._streams[axes[0]][1]
             after = next(flow.after for flow, _ in modules.stated[source].module_flows.outs.values())
             line = layer.stated.line("in")
             yield flow_finding(
@@ -324,36 +323,4 @@ class Sums:
     def _streams_at(self, path: str) -> list[str]:
         """Return the axes of streams that begin before a module in the model, and that no module around it gathers."""
         here = self._modules.places.get(path, 0)
-        return [axis for axis in self._streams_into(path) if self._begins[axis] <= here]
-
-    @cached_property
-    def _begins(self) -> dict[str, int]:
-        """By the axes of streams, the place of the first module that shards a value over it."""
-        found: dict[str, int] = {}
-        for path, stated in self._modules.stated.items():
-            here = self._modules.places.get(path, 0)
-            for flow in (*stated.ins.values(), *stated.outs.values()):
-                for dim, cut in cuts(flow.after).items():
-                    for axis in cut.axes if dim != -1 else ():
-                        found[axis] = min(found.get(axis, here), here)
-        return found
-
-    def _cut_without_flows(self, path: str, placed: Placed) -> Iterator[Finding]:
-        """Yield a finding for a sharded module without flows, which works on ShardedTensors, among plain values."""
-        modules, (of, partials), streams = self._modules, self._around(path), self._streams_into(path)
-        stated, partials = modules.stated.get(path), partials if path not in modules.layers else ()
-        if not (partials or streams) or (stated is not None and stated.module_flows.uses):
-            return
-        why = f"{placed.tensor.name} is `{placed.spec}`, so it takes and gives ShardedTensors; "
-        if partials:
-            why += f"their gradients are complete, and {of} sums what comes back along {modules.named(partials)}: they "
-            why += f"would be counted {modules.times(partials)} times"
-        else:
-            why += f"{self._streams[streams[0]]} leaves plain values cut along {modules.named(streams)}, and it would "
-            why += "take a part for the whole, or leave a whole among parts"
-        yield flow_finding(
-            "E401" if partials else "E403", f"`{path}` is cut, and the plan does not say how values pass it",
-            placed.line, why,
-            "say it: `in` and `out` in its block, or a style such as `colwise(...)` or `vocab_embedding(...)`",
-            path, "layout",
-        )  # fmt: skip
+        return [axis for axis in self._streams_into(path) if self._streams[axis][0] <= here]

@@ -103,8 +103,6 @@ class Takers:
             why = "it takes logits whose classes are cut over ranks, from a linear layer "
             why += ("that is" if at in modules.layers else "below") + " here with such an `out`"
             fix = "cut the head, `vocab_head(tp)`; or drop `use cross_entropy()`: whole logits need no hook"
-            if any(self._leaves_logits(path) and _is_outer(path) for path in below):
-                fix += "; or write `use cross_entropy()` in the block of the head"
             yield Finding("E403", "this loss finds no head that leaves its logits cut", line.origin, why, fix, (), at)
 
     # -- returned, not taken ------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def plan_from_hf(
 
     Args:
         tp_plan: patterns and words, as in ``model.tp_plan``. Those of a configuration (``base_model_tp_plan``) lack
-            the prefix of the base model: `with_prefix` adds it.
+            the prefix of the base model, ``model.``.
         ep_plan: as ``model.ep_plan``; its modules have no rule in `tp_plan`.
         config: the keys of the model's config.json, or an object with ``to_dict()``.
         world: the number of ranks.
@@ -148,16 +148,6 @@ def plan_text_from_hf(
     return format_plan(Source("\n".join([*lines, "unmatched: replicate", ""])))
 
 
-def with_prefix(prefix: str, plan: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a plan with a prefix before each pattern: the name of the base model in the model with a head.
-
-    Example:
-        >>> with_prefix("model", {"norm": "sequence_parallel"}) | {"lm_head": "colwise_gather_output"}
-        {'model.norm': 'sequence_parallel', 'lm_head': 'colwise_gather_output'}
-    """
-    return {f"{prefix}.{pattern}" if prefix else pattern: word for pattern, word in (plan or {}).items()}
-
-
 def _rule(
     pattern: str, word: Any, plan: Mapping[str, str], words: Mapping[str, HFWord], model: Model | None
 ) -> tuple[str, str]:
@@ -167,15 +157,10 @@ def _rule(
         if entry.no_translation is not None:
             return "", "; ".join(entry.no_translation)
         ndim = _ndim(pattern, plan, model)
-        if ndim is not None:
-            if entry.tensor is None:
-                return "", "it is a word for modules, and this is a tensor"
-            return entry.tensor(ndim), ""
-        if not entry.module and entry.tensor is not None:
-            return "", "it is a word for tensors, and this is a module"
-        if word == "moe_tp_experts" and model is not None and not _takes_weights(pattern, model):
+        if ndim is None and word == "moe_tp_experts" and model is not None and not _takes_weights(pattern, model):
             return "hf_moe_tp_experts_without_weights(tp)", ""
-        return entry.module, ""
+        rule = entry.module if ndim is None else entry.tensor(ndim) if entry.tensor is not None else ""
+        return rule, "" if rule else f"it is no word for a {'module' if ndim is None else 'tensor'}"
     if word in TP_WORDS or word in EP_WORDS:
         return "", f"it is a word of the {'tp_plan' if word in TP_WORDS else 'ep_plan'}"
     near = get_close_matches(str(word), words, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -17,7 +17,7 @@ from shardtensor.plan.line import Line, mesh_place, style_note
 from shardtensor.plan.match.name_tree import NameTree
 from shardtensor.plan.models.model import Model, TensorInfo
 from shardtensor.plan.plan import Plan
-from shardtensor.spec.diagnostics import listed, nearest
+from shardtensor.spec.diagnostics import listed
 from shardtensor.spec.nodes import Cut, ShardingSpec, Spec
 from shardtensor.spec.parse import as_spec
 
@@ -27,7 +27,7 @@ Message = tuple[str, str, str] | tuple[str, str, str, str]
 
 @attrs.frozen(eq=False)
 class Misfit:
-    """A spec that does not fit, the tensor, and the numbers and the text of the error."""
+    """A cut that is not even: its spec, the tensor, and the numbers of the error."""
 
     spec: ShardingSpec
     info: TensorInfo
@@ -35,7 +35,6 @@ class Misfit:
     line: Line
     plan: Plan
     about: Mapping[str, Any]
-    fault: str
 
     @property
     def shape(self) -> str:
@@ -65,20 +64,6 @@ def shape_text(shape: tuple[int, ...], dims: tuple[str, ...] | None = None) -> s
     """
     names = [f"{name}=" for name in dims] if dims is not None and len(dims) == len(shape) else [""] * len(shape)
     return f"({', '.join(f'{name}{size}' for name, size in zip(names, shape, strict=True))})"
-
-
-def axes_text(plan: Plan) -> str:
-    """Return a sentence with the axes of a plan's mesh."""
-    axes = plan.axes
-    factors = {leaf for leaves in axes.made_of.values() for leaf in leaves}
-    names = [*(name for name in axes.mesh.names if name not in factors), *axes.made_of]
-    made = [f"{name} is made of {', '.join(leaves)}" for name, leaves in axes.made_of.items()]
-    return ", and ".join([f"the mesh of this plan has the axes {', '.join(names)}", *made])
-
-
-def _unknown_axis(case: Misfit) -> Message:
-    names = case.plan.axes.names
-    return case.fault, axes_text(case.plan), nearest(case.about["name"], names) or f"use one of {', '.join(names)}"
 
 
 def _uneven(case: Misfit) -> Message:
@@ -124,21 +109,6 @@ def _even_fix(case: Misfit, units: int) -> str:
     differ = "by one unit" if case.cut.unit > 1 else "by one"
     axes_of = "*".join(case.cut.axes)
     return f"{axes_of} has to divide {units} ({shown}); or write `balanced` after it for pieces that differ {differ}"
-
-
-def _rank(case: Misfit) -> Message:
-    rank, world = case.about["rank"], case.plan.axes.mesh.size
-    fix = f"name ranks 0 to {world - 1}, or run with --world {rank + 1}"
-    return f"rank {rank} is outside the world of {world} ranks", f"ranks count from 0; {case.shape}", fix
-
-
-_MESSAGES: dict[str, tuple[str, Callable[[Misfit], Message]]] = {
-    "E201": ("name", _unknown_axis),
-    "E205": ("cut", _uneven),
-    "E501": ("rank", _rank),
-}
-"""By the code: the number that the error must have, and a function that writes the finding with what a plan knows
-beyond one tensor: axes that are made of factors, heads, the world. Others are as `bind` writes them."""
 
 
 @attrs.frozen(eq=False)
@@ -205,11 +175,10 @@ class Binder:
         error = bound.error
         assert error is not None
         about = error.about if isinstance(error, LayoutError) else {}
-        case = Misfit(bound.spec, info, self.dims(info), line, self._plan, about, error.fault)
+        case = Misfit(bound.spec, info, self.dims(info), line, self._plan, about)
         code, facts = error.code or "E202", dict(error.rows)
-        needed, write = _MESSAGES.get(code, ("", None))
-        if write is not None and about.get(needed) is not None:
-            message = write(case)
+        if code == "E205" and "cut" in about:  # a plan knows more than one tensor: factors of axes, heads
+            message = _uneven(case)
         else:
             ways = [facts[key] for key in ("fix", "either") if key in facts]
             texts = [f"{key} {facts[key]}" for key in ("both", "volume") if key in facts]

@@ -199,5 +199,5 @@ def _rule_text(line: Line) -> str:
     return f"`{line.pattern}{side}: {line.value}`"
 
 
-def _place(line: Line) -> tuple[int, int]:
-    return (-line.depth, line.origin.span[0]) if line.origin is not None else (-line.depth, 0)
+def _place(line: Line) -> int:
+    return line.origin.span[0] if line.origin is not None else 0

@@ -9,7 +9,7 @@ No pattern takes more than (its length) x (the name's length) steps to match.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -161,17 +161,6 @@ class Pattern:
         """Whether some part of it matches any number of segments."""
         return any(segment.is_deep for segment in self.segments)
 
-    def filled(self, values: Sequence[str]) -> str:
-        """Return the pattern as a name, with one text for each of `wildcards`.
-
-        Example:
-            >>> pattern("layers.*.{q,k}_proj").filled(["3", "k"])
-            'layers.3.k_proj'
-        """
-        left = iter(values)
-        words = ("".join(part.text if part.kind == "text" else next(left) for part in s.parts) for s in self.segments)
-        return ".".join(word for word in words if word)
-
 
 @lru_cache(maxsize=4096)
 def pattern(text: str) -> Pattern:
@@ -211,15 +200,22 @@ def matches(text: str, name: str) -> bool:
     return pattern(text).captures(name) is not None
 
 
-def is_below(text: str, name: str) -> bool:
-    """Whether a name is below a module that the pattern matches.
+CHOICE = re.compile(r"\{([^{}]*)\}|<(\d+)>")
+
+
+def expanded(pattern: str) -> Iterator[str]:
+    """Yield all names that a pattern of braces and numbers matches, in order.
 
     Example:
-        >>> is_below("mlp", "mlp.fc.weight"), is_below("mlp", "mlp2.weight")
-        (True, False)
+        >>> list(expanded("h.<2>.{q,k}"))
+        ['h.0.q', 'h.0.k', 'h.1.q', 'h.1.k']
     """
-    above, _, _ = name.rpartition(".")
-    return bool(above) and pattern(text).captures(above, is_below=True) is not None
+    choice = CHOICE.search(pattern)
+    if choice is None:
+        yield pattern.replace('"', "")
+        return
+    for picked in range(int(choice[2])) if choice[2] else choice[1].split(","):
+        yield from expanded(f"{pattern[: choice.start()]}{picked}{pattern[choice.end() :]}")
 
 
 def unwrapped(name: str) -> str:

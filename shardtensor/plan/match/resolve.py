@@ -10,7 +10,7 @@ import attrs
 from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.flows.flow import Flow
 from shardtensor.plan.line import Hook, Line, name_place, segment_place
-from shardtensor.plan.match.layout_errors import Binder, axes_text, shape_text
+from shardtensor.plan.match.layout_errors import Binder, shape_text
 from shardtensor.plan.match.name_tree import Disputes, Matches, NameTree, match_lines
 from shardtensor.plan.match.patterns import pattern
 from shardtensor.plan.match.stores import read_ties, untied, with_stores, with_tied_names
@@ -171,7 +171,9 @@ def _assign(line: Line, names: tuple[str, ...], plan: Plan) -> tuple[Mapping[str
             "a tensor lives at one coordinate of one axis", "keep one `<axis>` and write `*` for the other",
         )  # fmt: skip
     if axis not in axes.mesh.names:
-        why = f"{axis} is made of {', '.join(axes.made_of[axis])}" if axis in axes.made_of else axes_text(plan)
+        why = (
+            f"{axis} is made of {', '.join(axes.made_of[axis])}" if axis in axes.made_of else f"the mesh is {axes.mesh}"
+        )
         fix = nearest(axis, axes.mesh.names) or f"write one of {', '.join(axes.mesh.names)} between `<` and `>`"
         fault = f"no mesh axis that is not made of others is called `{axis}`"
         return {}, Finding("E201", fault, place, why, fix)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import islice
 
 import attrs
 
@@ -11,7 +12,7 @@ from shardtensor.plan.findings.finding import Finding
 from shardtensor.plan.line import Line, Store, Tie
 from shardtensor.plan.match.layout_errors import shape_text
 from shardtensor.plan.match.name_tree import NameTree
-from shardtensor.plan.match.patterns import Pattern, pattern
+from shardtensor.plan.match.patterns import expanded, pattern
 from shardtensor.plan.models.model import Model
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.resolved import Placed
@@ -35,11 +36,8 @@ def with_stores(
             continue
         store, *others = stores[name]
         if others:
-            agree = all((one.flat, one.by) == (store.flat, store.by) for one in others)
-            findings.append(_two(name, others[-1], store, agree))
-            if not agree:
-                continue
-        if store.flat is None:
+            findings.append(_two(name, others[-1], store))
+        if others or store.flat is None:
             continue
         fault = _clash(plan, store, each)
         if fault is not None:
@@ -57,14 +55,12 @@ def with_stores(
 
 
 def _all_names(model: Model, placed: Mapping[str, Placed]) -> dict[str, tuple[str, ...]]:
-    """Return all names of every tensor that has several."""
-    found: dict[str, dict[str, None]] = {name: dict.fromkeys(names) for names in model.tied for name in names}
+    """Return for tensors with several names all of these, those of the model and those of ties."""
+    found = {name: names for names in model.tied for name in names}
     for name, each in placed.items():
-        if each.tied_to:
-            group = found.get(each.tied_to, {each.tied_to: None}) | found.get(name, {name: None})
-            for one in group:
-                found[one] = group
-    return {name: tuple(names) for name, names in found.items()}
+        if to := each.tied_to:
+            found[to] = (*found.get(to, (to,)), *found.get(name, (name,)))
+    return found
 
 
 def _unit(names: Sequence[str], units: frozenset[str]) -> str:
@@ -145,13 +141,11 @@ def _same_samples(plan: Plan, store: Store, name: str) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _two(name: str, store: Store, other: Store, agree: bool) -> Finding:
+def _two(name: str, store: Store, other: Store) -> Finding:
     place = other.pattern_origin if other.pattern_origin is not None else f"`store {other.pattern}`"
     return Finding(
-        "W302" if agree else "E302",
-        f"`{name}` is matched by two `store` lines that {'agree' if agree else 'disagree'}", store.pattern_origin,
-        "a parameter is stored in one way: order in the file never decides",
-        "drop one of them" if agree else "narrow one pattern",
+        "E302", f"`{name}` is matched by two `store` lines", store.pattern_origin,
+        "a parameter is stored in one way: order in the file never decides", "narrow one pattern",
         (f"the other line is {place}",), name,
     )  # fmt: skip
 
@@ -174,16 +168,10 @@ def with_tied_names(plan: Plan, model: Model) -> Model:
     """Return `model` with the names that ties add to its tensors: files store a tied tensor under one name."""
     missing = {}
     for tie in plan.ties:
-        left, right = pattern(tie.pattern), pattern(tie.to)
-        if not all(part.options for part in left.wildcards):
-            continue
-        for values in product(*(part.options for part in left.wildcards)):
-            name, to = left.filled(values), _partner(left, values, right)
-            if to is not None and name not in model.by_name and to in model.by_name and name not in missing:
+        for name, to in _pairs(tie) or ():
+            if name not in model.by_name and to in model.by_name and name not in missing:
                 missing[name] = attrs.evolve(model.by_name[to], name=name)
-    if not missing:
-        return model
-    return attrs.evolve(model, tensors=(*model.tensors, *missing.values()))
+    return attrs.evolve(model, tensors=(*model.tensors, *missing.values())) if missing else model
 
 
 def read_ties(plan: Plan, model: Model, tree: NameTree) -> tuple[dict[str, str], list[Finding]]:
@@ -192,59 +180,45 @@ def read_ties(plan: Plan, model: Model, tree: NameTree) -> tuple[dict[str, str],
     findings: list[Finding] = []
     group = {name: names for names in model.tied for name in names}
     for tie in plan.ties:
-        left, right = pattern(tie.pattern), pattern(tie.to)
-        for name in tree.tensors(tie.pattern):
-            values = left.captures(name)
-            if values is None:
-                continue
-            to = _partner(left, values, right)
-            if to is None:
-                findings.append(_unpaired(tie))
-                break
-            if to not in model.by_name or to == name:
+        pairs = _pairs(tie, tree)
+        if pairs is None:
+            findings.append(_unpaired(tie))
+        for name, to in pairs or ():
+            if name == to or name not in model.by_name or to not in model.by_name:
                 continue
             if name in found and found[name][0] != to:
                 findings.append(_two_partners(name, to, *found[name], tie))
-                continue
-            fault = _differ(name, to, model, group)
-            if fault is not None:
+            elif (fault := _differ(name, to, model, group)) is not None:
                 findings.append(attrs.evolve(fault, origin=tie.origin))
-                continue
-            found[name] = to, tie
-    for name in list(found):
-        seen, at = [name], found[name][0]
-        while at in found and at not in seen:
-            seen.append(at)
-            at = found[at][0]
-        if at in seen:
-            findings.append(_circle(seen, at, found[name][1]))
-            found = {each: tie for each, tie in found.items() if each not in seen}
-            break
-        found[name] = at, found[name][1]
-    return {name: to for name, (to, _) in found.items()}, findings
+            else:
+                found[name] = to, tie
+    for name, (to, tie) in found.items():
+        if to in found:
+            why = f"`{name}` = `{to}` = `{found[to][0]}`"
+            fix = "tie all names to the one that has a rule"
+            findings.append(Finding("E304", f"`{to}` is tied itself", tie.origin, why, fix, (), name))
+    return {name: to for name, (to, _) in found.items() if to not in found}, findings
 
 
-def _circle(names: Sequence[str], back: str, tie: Tie) -> Finding:
-    circle = " = ".join(f"`{name}`" for name in (*names, back))
-    fix = "tie all names to the one that has a rule"
-    return Finding("E304", "ties go in a circle", tie.origin, circle, fix, (), names[0])
+MOST_NAMES = 4096
+"""The largest number of names on one side of a tie."""
 
 
-def _partner(left: Pattern, values: tuple[str, ...], right: Pattern) -> str | None:
-    """Return the name of the right side for the texts `values` of the left wildcards; None if they do not pair."""
-    given = list(zip(left.wildcards, values, strict=True))
-    chosen = []
-    for part in right.wildcards:
-        at = next((i for i, (other, _) in enumerate(given) if other.kind == part.kind), None)
-        if at is None:
-            return None
-        other, value = given.pop(at)
-        if part.options:
-            if len(part.options) != len(other.options):
-                return None
-            value = part.options[other.options.index(value)]
-        chosen.append(value)
-    return right.filled(chosen)
+def _pairs(tie: Tie, tree: NameTree | None = None) -> list[tuple[str, str]] | None:
+    """Return the names that a tie makes one, in pairs; None if its sides do not pair. With ``*``, those in `tree`."""
+    left, right = ([*islice(expanded(text), MOST_NAMES)] for text in (tie.pattern, tie.to))
+    if len(right) not in (1, len(left)) or tie.to.count("*") > tie.pattern.count("*"):
+        return None
+    found = []
+    for one, other in zip(left, right * (len(left) // len(right)), strict=True):
+        if "*" not in one:
+            found.append((one, other))
+            continue
+        for name in tree.tensors(one) if tree is not None else ():
+            first, *rest = re.split(r"\*+", other)
+            values = pattern(one).captures(name) or ()
+            found.append((name, first + "".join(value + text for value, text in zip(values, rest, strict=False))))
+    return found
 
 
 def _unpaired(tie: Tie) -> Finding:

@@ -8,11 +8,11 @@ from itertools import islice, product
 
 import attrs
 
-from shardtensor.plan.findings.brief import listed_briefly, skeleton
+from shardtensor.plan.findings.brief import listed_briefly
 from shardtensor.plan.findings.finding import Finding, Origin
 from shardtensor.plan.line import Line, pattern_place, segment_place, statement, style_note
 from shardtensor.plan.match.name_tree import Matches, NameTree, Way
-from shardtensor.plan.match.patterns import Pattern, Segment, matches, one_of, pattern
+from shardtensor.plan.match.patterns import Pattern, Segment, matches, one_of, pattern, starred
 from shardtensor.plan.plan import Plan
 
 
@@ -153,14 +153,14 @@ def unplaced(
     corrections: dict[str, tuple[UnmatchedPattern, str] | None] = {}
     groups: dict[object, list[str]] = {}
     for name in names:
-        kind = skeleton(name)
+        kind = starred(name)
         if kind not in corrections:
             corrections[kind] = _nearest(name, nothing)
         correction = corrections[kind]
         groups.setdefault((id(correction[0]), correction[1]) if correction is not None else None, []).append(name)
     findings, used = [], []
     for group in groups.values():
-        correction = corrections[skeleton(group[0])]
+        correction = corrections[starred(group[0])]
         notes = ["to accept copies on every rank: `unmatched: replicate`"]
         if correction is None:
             place = Origin(plan.sources[0], (0, plan.sources[0].text.find("\n"))) if plan.sources else None

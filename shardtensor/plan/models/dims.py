@@ -13,6 +13,7 @@ import attrs
 
 from shardtensor.errors import SpecError
 from shardtensor.plan.line import Dims
+from shardtensor.plan.match.patterns import CHOICE, expanded
 from shardtensor.plan.models.model import BYTES, Model, TensorInfo
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.reading import plan_error, read_plan
@@ -26,7 +27,6 @@ WAYS_ON = (
     "or make a plan of its own: `shardtensor import hf config.json > plan.shard`",
 )
 """Fixes for a plan whose own lines are for another model family: other sources of tensors."""
-_CHOICE = re.compile(r"\{([^{}]*)\}|<(\d+)>")
 _PARAM = re.compile(r"^[ \t]*param[ \t]+(\w+)", re.MULTILINE)
 
 
@@ -134,7 +134,7 @@ def _tensors(lines: list[Dims], dtype: str) -> tuple[TensorInfo, ...]:
     found: dict[str, tuple[TensorInfo, Dims]] = {}
     total = 0
     for line in lines:
-        total += prod(int(number or options.count(",") + 1) for options, number in _CHOICE.findall(line.pattern))
+        total += prod(int(number or options.count(",") + 1) for options, number in CHOICE.findall(line.pattern))
         if total > MAX_TENSORS:
             raise _located(line, f"these are more than {MAX_TENSORS} tensors")
     for _, run in groupby(lines, lambda line: line.pattern.partition(">")[0] if "<" in line.pattern else id(line)):
@@ -159,21 +159,6 @@ def _layer_by_layer(lines: list[Dims]) -> Iterator[tuple[str, Dims]]:
             pattern = re.sub(r"<\d+>", str(number), line.pattern, count=1)
             for name in expanded(pattern):
                 yield name, line
-
-
-def expanded(pattern: str) -> Iterator[str]:
-    """Yield all names that a pattern of braces and numbers matches, in order.
-
-    Example:
-        >>> list(expanded("h.<2>.{q,k}"))
-        ['h.0.q', 'h.0.k', 'h.1.q', 'h.1.k']
-    """
-    choice = _CHOICE.search(pattern)
-    if choice is None:
-        yield pattern.replace('"', "")
-        return
-    for picked in range(int(choice[2])) if choice[2] else choice[1].split(","):
-        yield from expanded(f"{pattern[: choice.start()]}{picked}{pattern[choice.end() :]}")
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import attrs
 
 from shardtensor.errors import PlanError, SpecError
 from shardtensor.plan.findings.finding import Origin
-from shardtensor.plan.flows.flow import Flow, cut_axes, cuts, partial_axes
+from shardtensor.plan.flows.flow import Flow, cut_axes, flow_of
 from shardtensor.plan.line import Hook, Line
 from shardtensor.plan.text.evaluate import Evaluator, is_kind
 from shardtensor.plan.text.scope import AxisValue, Bundle, Node, Poisoned, finding_of, kind_of
@@ -70,7 +70,7 @@ class Body:
         origin = Origin(self.evaluator.source, span(expr))
         if above.calls:
             origin = _chained(above.calls, Origin(self.evaluator.source, _entry_span(node)))
-        line = attrs.evolve(line, module=self.above.pattern, is_optional=above.is_optional, depth=self.plan.depth)
+        line = attrs.evolve(line, module=self.above.pattern, is_optional=above.is_optional)
         self.plan.lines.append(attrs.evolve(line, origin=origin, pattern_origin=above.pattern_origin))
 
     # ---------- rules ----------
@@ -115,31 +115,15 @@ class Body:
         self._add(node, expr, Line(self.above.pattern, kind, self._flow(expr), name), self.above)
 
     def _flow(self, node: Node) -> Flow:
-        sides = [self._value_layout(child) for child in node.children if not is_kind(child, "ARROW", "grad")]
-        grads = [child.children[0] for child in node.children if is_kind(child, "grad")]
-        partials = tuple(axis for grad in grads for axis in self._partials(grad))
-        flow = Flow(sides[0], sides[-1], partials, bool(grads))
-        return self.plan.flows.setdefault(flow, flow)
-
-    def _partials(self, grad: Node) -> tuple[str, ...]:
-        spec = self._value_layout(grad)
-        if cuts(spec):
-            why = "a flow says along which axes the gradient that comes back is a partial sum"
-            fix = f"write `partial({'*'.join(cut_axes(spec))})`"
-            raise self.evaluator.fault("E107", grad, "`grad` stands before partial sums", why, fix)
+        *sides, last = node.children
+        grad = self.evaluator.layout_value(last.children[0]) if is_kind(last, "grad") else None
+        sides = [each for each in (*sides, *(() if grad else (last,))) if not is_kind(each, "ARROW")]
         try:
-            return partial_axes(spec)
-        except PlanError:
-            fix = "write `partial(tp)`, without `op`"
-            raise self.evaluator.fault("E107", grad, "gradients add up", fix=fix) from None
-
-    def _value_layout(self, node: Node) -> Spec:
-        spec = self.evaluator.layout_value(node)
-        if not isinstance(spec, Spec) or spec.named or spec.flat_part or spec.only_part:
-            why = "a value has no dim names, is not stored, and lies on all ranks"
-            fix = "write such as `replicate`, `[..., tp]`, `[-, tp, ...]`, `partial(tp)`"
-            raise self.evaluator.fault("E107", node, f"`{spec}` is no layout of a value", why, fix)
-        return spec
+            flow = flow_of([self.evaluator.layout_value(each) for each in sides], grad)
+        except PlanError as error:
+            facts = dict(error.rows)
+            raise self.evaluator.fault("E107", node, error.fault, facts.get("why", ""), facts["fix"]) from None
+        return self.plan.flows.setdefault(flow, flow)
 
     # ---------- the rest ----------
 

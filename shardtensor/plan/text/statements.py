@@ -264,9 +264,8 @@ class Statements:
             if value is POISON:
                 raise Poisoned
             if value is None:
-                why = f"`<{found[1]}>` stands for as many numbers as `{found[1]}` says"
-                fix = nearest(found[1], self.scope.names) or f"write `let {found[1]} = config...` further up"
-                raise self.fault("E103", name, f"nothing is called `{found[1]}`", why, fix)
+                code, fault, why, fix = self.scope.unknown_name(found[1])
+                raise self.fault(code, name, fault, why, fix)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise self.fault("E107", name, f"`{found[1]}` is {kind_of(value)}, and counts nothing")
             return f"<{value}>"

@@ -157,8 +157,6 @@ def _unexpected(source: Source, at: int, found: str, kind: str, expected: set[st
         fix = f"write `{pattern}: {rest}`" if rest[:1].isalpha() or rest[:1] == "[" else ""
     elif head in KEYWORDS and found[:1] in (":", "{"):
         why, fix = f"`{head}` begins a statement", f'a pattern that is a keyword stands in quotes: `"{head}"`'
-    elif head.endswith("{"):
-        why = "each entry of a block stands on a line of its own"
     elif "ELSE" in expected and kind in ("$END", "_NL"):
         why, fix = "nothing falls back in silence", "write `else`, and what is meant then"
     elif kind == "$END" and "RBRACE" in expected:
