@@ -1,4 +1,4 @@
-"""``F.embedding``: ``i, v d -> i d``, ``F.embedding_bag``, and ``F.one_hot``.
+"""``F.embedding``: ``i, v d -> i d``, and ``F.embedding_bag``.
 
 If the table is sharded by rows (v), each rank looks up its rows and the results are summed at once. A table sharded by
 columns (d) gives an output sharded on its last dim; sharded ids shard it alike. Indices and `padding_idx` are global.
@@ -199,18 +199,3 @@ def _bags(n: int, offsets: torch.Tensor, include_last: bool) -> tuple[torch.Tens
     starts = offsets[: offsets.numel() - include_last].contiguous()
     each = torch.arange(n, device=offsets.device, dtype=offsets.dtype)
     return starts, torch.searchsorted(starts, each, right=True) - 1
-
-
-_one_hot_by_rule = by_rule(F.one_hot, "one_hot")
-
-
-@implements(F.one_hot)
-def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """Return integers as vectors with a 1 at their index: ``... -> ... c``."""
-    if num_classes == -1 and tensor.numel() and tensor.dtype == torch.int64:
-        num_classes = int(tensor.max()) + 1
-    if num_classes < 1 or tensor.dtype != torch.int64:
-        return fall_back(F.one_hot, (tensor, num_classes), {})
-    faults = ("smaller than num_classes", "non-negative")
-    check_ids(tensor, 0, num_classes, lambda value: RuntimeError(f"Class values must be {faults[value < 0]}."))
-    return _one_hot_by_rule(tensor, num_classes)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardtensor.comm import process_group
 from shardtensor.comm.backend_support import BackendSupport
-from shardtensor.comm.group import Counts, Group, Pending, SingleRankGroup, check_reduction, overwrite, scatter_route
+from shardtensor.comm.group import Counts, Group, Pending, SingleRankGroup, check_reduction, overwrite
 from shardtensor.comm.process_group import reduce_group
 from shardtensor.layout.explain import dtype_name
 from shardtensor.mesh import Mesh, Ranks, as_ranks, read_mesh
@@ -152,11 +152,6 @@ class SimGroup(Group):
                     return f"rank {self.ranks[i]} sends {sends} elements where rank {self.ranks[j]} expects {expects}"
         return ""
 
-    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
-        route = scatter_route(self, parts, count, src_index, like)
-        text = f"{count} {dtype_name(like.dtype)} from rank {self.ranks[src_index]}"
-        return self._route("scatter", text, *route, (src_index,))
-
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         sent = self._post_and_wait(
             *("broadcast", f"{_elements(t)} from rank {self.ranks[src_index]}", (src_index, t.numel(), t.dtype)),
@@ -188,11 +183,6 @@ class SimGroup(Group):
         if self._separate is None:
             self._separate = SimGroup(self.world, self.member, self.ranks, self._communicator + 1)
         return self._separate
-
-    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> SimGroup:
-        group = SimGroup(self.world, self.member, self.ranks)
-        group._share_subgroups(self, mesh, axes)
-        return group
 
     def __repr__(self) -> str:
         return f"SimGroup(ranks={self.ranks}, index={self.index})"

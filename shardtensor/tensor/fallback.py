@@ -106,14 +106,14 @@ def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ],
     )
     changes = is_in_place(name) or name.startswith(CHANGES_OPERANDS) or "out" in kwargs or kwargs.get("inplace") is True
-
+    is_step = name.startswith("_fused_")  # its kernels count no version
     has_statistics = any(family in name for family in WRITES_STATISTICS)
 
     def compute() -> tuple[Any, dict[int, torch.Tensor], list[int | torch.Tensor | None]]:
         wholes = {id(wrapper): wrapper.full_tensor() for wrapper in wrappers}
         if changes:  # a whole tensor may share memory with a replica, or be a read-only view
             wholes = {key: whole.clone() for key, whole in wholes.items()}
-        befores = [_before(whole, changes, has_statistics) for whole in wholes.values()]
+        befores = [None if is_step else _before(whole, changes, has_statistics) for whole in wholes.values()]
         whole_args, whole_kwargs = tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], tree)
         return func(*whole_args, **whole_kwargs), wholes, befores
 

@@ -146,15 +146,3 @@ def test_what_is_wrong_is_said_when_it_is_registered(fault):
     with pytest.raises((st.SpecError, st.RuleError)) as caught:
         register()
     assert str(caught.value) == text
-
-
-def test_more_tensors_than_operands_are_refused():
-    registered = register_op("... k -> ... k")(scores)
-    x = st.distribute(torch.ones(2, 2), "[tp, -]")
-    with pytest.raises(st.RuleError) as caught:
-        registered(x, x)
-    assert str(caught.value) == (
-        "scores: the call has 2 tensors, its rule has 1 operands\n"
-        "  rule  ... k -> ... k\n"
-        "  fix   write one side for each tensor, apart by commas"
-    )
