@@ -48,15 +48,6 @@ def mean(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     return (collectives.all_reduce(found, cut.subgroup) / cut.count).to(out_dtype)
 
 
-@combines("product", blocks=True)
-def product(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
-    """Gather the ranks' products and multiply them, so that gradients at zeros are right."""
-    dtype = cut.options.get("dtype")
-    one = len(cut.dims) == 1
-    found = torch.prod(local, cut.dims[0], cut.keepdim, dtype=dtype) if one else torch.prod(local, dtype=dtype)
-    return gathered(found, cut.subgroup).prod(0, dtype=found.dtype)
-
-
 @combines("truth", blocks=True)
 def truth(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
     """Compute ``any`` and ``all``: the sum and the product of bools, the maximum and the minimum of bytes."""

@@ -15,10 +15,6 @@ call to `tests/rules/makers.py` to test it. `shardtensor ops` prints the table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
-
 import attrs
 
 from shardtensor.layout.layout import Shape
@@ -64,7 +60,7 @@ tril triu                                  | ... !r !c -> ... r c |         | in
 
 sum nansum                          | ... [d] -> ... | d @total        | input, dim=None, keepdim=False
 mean                                | ... [d] -> ... | d @mean         | input, dim=None, keepdim=False
-prod                                | ... [d] -> ... | d @product      | input, dim=None, keepdim=False
+prod                                | ... [!d] -> ... |                 | input, dim=None, keepdim=False
 any all                             | ... [d] -> ... | d @truth        | input, dim=None, keepdim=False
 amax amin                           | ... [d] -> ... | d @extreme      | input, dim=None, keepdim=False
 count_nonzero                       | ... [d] -> ... | d sum           | input, dim=None
@@ -202,7 +198,7 @@ Tensor.fill_ Tensor.zero_ Tensor.uniform_
   Tensor.normal_ Tensor.exponential_
   Tensor.bernoulli_ dropout                | ... -> ...
 Tensor.copy_                               | ..., ... -> ...
-equal allclose                             | ..., ... -> ()  | ... all
+equal allclose                             | ..., ... -> ()  | ... min
 
 # operations that need the full tensor
 
@@ -238,12 +234,6 @@ class Row:
     def takes_empty(self) -> bool:
         """Whether torch runs the operation on empty operands as on others."""
         return self.section.startswith(("elementwise", "linear algebra"))
-
-    @property
-    def compute(self) -> Callable[..., Any]:
-        """The function that `function` names."""
-        module, name = self.function.split(".")
-        return getattr(import_module(f"shardtensor.rules.{module}"), name)
 
 
 def row_of(names: str, rule: str, combine: str = "", call: str = "", section: str = "") -> Row:

@@ -92,7 +92,7 @@ WRONG = {
         "    1 | b k, n k -> b n\n"
         "      |   ^\n"
         "  why: a rank that holds a part of `k` has only a part of the result\n"
-        "  fix: say how: `k sum`, avg, max, min, prod, any, all or @function; or `!k`, which must be whole",
+        "  fix: say how: `k sum`, avg, max, min, prod or @function; or `!k`, which must be whole",
     ),
     "no word": (
         lambda: register_op(scores, "b k, n 1k -> b n", combine="k sum"),
@@ -116,7 +116,7 @@ WRONG = {
         "<rule>:1:1: error[E604]: `smu` is no reduction\n"
         "    1 | k smu\n"
         "      | ^^^^^\n"
-        "  why: there are sum, avg, max, min, prod, any or all\n"
+        "  why: there are sum, avg, max, min or prod\n"
         "  fix: did you mean `sum`?",
     ),
     "too many operands": (

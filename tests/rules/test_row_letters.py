@@ -37,8 +37,6 @@ JOINED = {
     "max": lambda parts: torch.stack(parts).amax(0),
     "min": lambda parts: torch.stack(parts).amin(0),
     "prod": lambda parts: math.prod(parts),
-    "any": lambda parts: torch.stack(parts).any(0),
-    "all": lambda parts: torch.stack(parts).all(0),
 }
 
 
