@@ -233,7 +233,8 @@ class Row:
     @property
     def takes_empty(self) -> bool:
         """Whether torch runs the operation on empty operands as on others."""
-        return self.section.startswith(("elementwise", "linear algebra"))
+        is_elementwise = self.pattern is not None and self.pattern.is_elementwise
+        return is_elementwise or self.section.startswith("linear algebra")
 
 
 def row_of(names: str, rule: str, combine: str = "", call: str = "", section: str = "") -> Row:
