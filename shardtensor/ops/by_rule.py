@@ -74,7 +74,6 @@ class LetterCut:
         dims: the dims of the first operand that the letter stands for.
         subgroup: the ranks that hold the shards.
         options: the arguments of the call other than operands, by the names of the row.
-        reduced: the layout of the result.
     """
 
     func: Any
@@ -86,7 +85,6 @@ class LetterCut:
     subgroup: Group
     group: Group
     options: dict[str, Any]
-    reduced: MeshLayout
 
     @property
     def count(self) -> int:
@@ -223,7 +221,7 @@ def _of_all_elements(call: BoundCall, pattern: Pattern) -> LocalCall | None:
     flat = replicated((x.numel(),), layout.ranks, layout.grid)
     subgroup = along(group, layout, layout.sharding_axes)
     names, options = tuple(call.present_names), call.options
-    cut = LetterCut(call.func, call.name, names, call.func, (flat,), (0,), subgroup, group, options, flat)
+    cut = LetterCut(call.func, call.name, names, call.func, (flat,), (0,), subgroup, group, options)
     combiner = COMBINERS[how[1:] if how.startswith("@") else "total"][0]
     shape = (1,) * x.dim() if cut.keepdim else ()
     places, moves = call.places, ((call.places[0], x._layout, layout),) if x._layout.partial else ()
@@ -297,7 +295,7 @@ def _cut(call: BoundCall, rule: Rule, sharding: OpSharding, group: Group, letter
     subgroup = along(group, layouts[first], axes)
     compute = attrs.evolve(call, operands=()).compute  # so that the cache keeps no tensor alive
     names, options = tuple(call.present_names), call.options
-    return LetterCut(call.func, call.name, names, compute, layouts, dims, subgroup, group, options, sharding.reduced)
+    return LetterCut(call.func, call.name, names, compute, layouts, dims, subgroup, group, options)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
