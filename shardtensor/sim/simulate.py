@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardtensor.comm import process_group
+from shardtensor.comm.backend_support import dtype_of_sums
 from shardtensor.comm.group import Counts, Group, Pending, SingleRankGroup, check_reduction, overwrite
 from shardtensor.comm.process_group import reduce_group
 from shardtensor.layout.explain import dtype_name
@@ -196,7 +197,7 @@ def _overwrite(t: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
 
 def _reduced(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     dtype = terms[0].dtype
-    wide = torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else dtype  # torch adds no floats of 8 bits
+    wide = dtype_of_sums(dtype)
     total = terms[0].to(wide, copy=True)
     for term in terms[1:]:
         total = _REDUCE[op](total, term.to(total.device, wide))
