@@ -18,7 +18,7 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
-from shardtensor.comm.redistribute import along, redistribute, reduce_local
+from shardtensor.comm.redistribute import along, reduce_local
 from shardtensor.layout.layout import Layout, MeshLayout
 from shardtensor.ops.engine import arranged, computed_alike, move_to
 from shardtensor.rules.propagate import OpSharding
@@ -112,10 +112,7 @@ class LocalCall(NamedTuple):
         """Redistribute the arguments that need it, in place."""
         for place, source, target in self.moves:
             values, key = slot(given, named, place)
-            if source is None or target is None:
-                values[key] = arranged(values[key], source, target, group)
-            else:
-                values[key] = redistribute(values[key], source, target, group)
+            values[key] = arranged(values[key], source, target, group)
 
 
 def wrapped(result: Any, layout: Layout | None, group: Group) -> Any:

@@ -16,13 +16,12 @@ from shardtensor.comm import collectives
 from shardtensor.comm.redistribute import along, part
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import by_rule
-from shardtensor.ops.engine import arranged, group_of, move_to, refuse_to_move
-from shardtensor.rules.propagate import follow
+from shardtensor.ops.engine import group_of, refuse_to_move
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.copied import refuse_lost_write, version_of
 from shardtensor.tensor.dispatch import implements_each, name_of, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, reduced, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, wrap
 
 ELEMENTWISE = tuple(name for name, row in ROWS.items() if row.section.startswith("elementwise:"))
 NUMBERS = frozenset((int, float, bool, complex))
@@ -81,22 +80,6 @@ def _gradient_axes(layout: MeshLayout, shape: tuple[int, ...]) -> tuple[int, ...
         if n != 1 and (cut is not None or n != full):
             return None
     return layout.sharding_axes
-
-
-def beside(name: str, x: torch.Tensor, base: ShardedTensor) -> torch.Tensor:
-    """Return the local tensor of `x`, broadcast to `base`, in the boxes of `base`; scalars stay scalars."""
-    layout, group = base._layout.reduced(), base._group
-    if isinstance(x, ShardedTensor):
-        if x._layout == layout:
-            return x._local
-        if not x._layout.is_replicated:
-            refuse_to_move(name, x, layout)
-        if tuple(x.shape) == layout.shape:
-            return local_as(x, layout, group)
-        x = x.full_tensor()
-    if not x.dim():
-        return collectives.sum_gradient(x, along(group, layout, layout.sharding_axes))
-    return part(x.expand(layout.shape), layout, group)
 
 
 # -- in place ----------------------------------------------------------------------------------------------------------
@@ -168,21 +151,21 @@ def unaliased(local: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
-    """Return the local tensor of `other` that broadcasts with the local tensor of `x`."""
+    """Return the local tensor of `other`, broadcast to `x`, in the layout of `x`; scalars stay scalars."""
+    layout, group = x._layout, x._group
     if isinstance(other, ShardedTensor):
         other = reduced(other)
-        if other._layout == x._layout:
+        if other._layout == layout:
             return unaliased(other._local, x._local)
-    layout = x._layout
-    if not isinstance(layout, MeshLayout):
-        return beside(name, other, x)
-    target, group = follow(layout, other.shape), x._group
-    if isinstance(other, ShardedTensor) and other._layout != target and not other._layout.is_replicated:
-        refuse_to_move(name, other, target)
-    move, local = move_to(other, target, group), local_of(other)
-    local = local if move is None else arranged(local, *move, group)
-    axes = tuple(sorted({*layout.cut_axes} - {*target.cut_axes}))
-    return collectives.sum_gradient(local, along(group, target, axes)) if axes and local.requires_grad else local
+        if not other._layout.is_replicated:
+            refuse_to_move(name, other, layout)
+        if tuple(other.shape) == layout.shape:
+            return local_as(other, layout, group)
+        other = other.full_tensor()
+    if other.dim():
+        return part(other.expand(layout.shape), layout, group)
+    axes = layout.sharding_axes
+    return collectives.sum_gradient(other, along(group, layout, axes)) if axes and other.requires_grad else other
 
 
 def written_through(input: torch.Tensor, name: str, change: Callable[[torch.Tensor], Any]) -> bool:

@@ -291,17 +291,6 @@ def with_dims(base: Layout, shape: Shape, dims: tuple[DimCut | None, ...]) -> Me
     return MeshLayout(shape=shape, ranks=base.ranks, grid=base.grid, dims=dims, names=base.names)
 
 
-@lru_cache(maxsize=8192)
-def follow(layout: MeshLayout, shape: Shape) -> MeshLayout:
-    """Return the layout of an operand of `shape` broadcast to a tensor that keeps its `layout`."""
-    skip = len(layout.shape) - len(shape)
-    dims = tuple(
-        cut if size == full else None
-        for size, full, cut in zip(shape, layout.shape[skip:], layout.dims[skip:], strict=True)
-    )
-    return with_dims(layout, tuple(shape), dims)
-
-
 # -- errors for operands that do not match ----------------------------------------------------------------------------
 
 WAYS = 3
