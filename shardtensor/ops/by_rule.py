@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map
 from shardtensor.comm.group import Group
 from shardtensor.comm.redistribute import along
 from shardtensor.layout.layout import MeshLayout, Shape, replicated
-from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.binding import BoundCall, row_keyword
 from shardtensor.ops.engine import chosen_sharding, group_of, write_out
 from shardtensor.ops.local_call import (
@@ -152,7 +151,7 @@ def _local_call(call: BoundCall, rule: Rule, row: Row, *, for_every_dtype: bool)
     letter, how = _cut_letter(pattern, rule, sharding)
     if how:
         combiner, blocks = COMBINERS[how]
-        if not blocks and any(_is_blocked(sharding, *where) for where in _dims_of(rule, letter)):
+        if not blocks and any(sharding.needs[i].layout.is_blocked(d) for i, d in _dims_of(rule, letter)):
             return _local_call(call, whole_in(rule, letter), row, for_every_dtype=for_every_dtype)
         cut = _cut(call, rule, sharding, group, letter)
         return local_by(_combining(combiner, cut, places), sharding, group, present, places)
@@ -277,11 +276,6 @@ def _cut_letter(pattern: Pattern, rule: Rule, sharding: OpSharding) -> tuple[str
         if how.startswith("@") and any(sharding.needs[i].layout.dims[d] is not None for i, d in _dims_of(rule, letter)):
             return letter, how[1:]
     return "", ""
-
-
-def _is_blocked(sharding: OpSharding, operand: int, dim: int) -> bool:
-    cut = sharding.needs[operand].layout.dims[dim]
-    return cut is not None and isinstance(cut.pieces, Blocked)
 
 
 def _cut(call: BoundCall, rule: Rule, sharding: OpSharding, group: Group, letter: str) -> LetterCut:

@@ -6,7 +6,7 @@ reduction for the whole list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -227,10 +227,5 @@ def unscale(self: Tensors, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> 
     """Divide gradients by the scale; `found_inf` is 1 on every rank when any rank found an inf or a nan."""
     locals_ = list(map(local_of, self))
     torch._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inv_scale)
-    for group in groups_of(self):
+    for group in dict.fromkeys(x._group for x in self if isinstance(x, ShardedTensor)):
         group.all_reduce(found_inf, "max")
-
-
-def groups_of(tensors: Iterable[torch.Tensor]) -> list[Group]:
-    """Return the groups of the sharded tensors, in the order of their first occurrence."""
-    return list({id(x._group): x._group for x in tensors if isinstance(x, ShardedTensor)}.values())
