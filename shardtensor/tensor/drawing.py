@@ -54,7 +54,7 @@ def serial_pieces(
         yield start, values
 
 
-def _is_exact_in_pieces(sample: Sample, dtype: torch.dtype, generator: Generator | None) -> bool:
+def is_exact_in_pieces(sample: Sample, dtype: torch.dtype, generator: Generator | None) -> bool:
     """Compare 37 elements drawn at once with the same in two pieces, then put the generator back.
 
     Some samplers seed a stream of their own with one draw a call (``bernoulli_`` with a number, and so dropout, on
@@ -309,7 +309,7 @@ def _draw_pieces(
         return any(run.overlap(box) for run in runs(start, stop, shape) for box in boxes)
 
     pieces = None
-    if device.type == "cpu" and _is_exact_in_pieces(sample, dtype, generator):
+    if device.type == "cpu" and is_exact_in_pieces(sample, dtype, generator):
         pieces = serial_pieces(sample, math.prod(shape), dtype=dtype, generator=generator)
     elif device.type == "cuda":
         pieces = philox_pieces(sample, math.prod(shape), is_needed, dtype=dtype, device=device, generator=generator)

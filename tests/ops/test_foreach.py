@@ -10,6 +10,7 @@ import torch.distributed as dist
 from harness import device, every_size
 
 import shardtensor as st
+import shardtensor.ops  # registers the handlers
 from shardtensor.tensor.dispatch import HANDLERS, GatherWarning
 
 SHAPES = ((5, 3), (2, 7), (1, 3), (4,), (3, 3), (2, 2), ())
