@@ -15,6 +15,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optim_types
 from torch.utils._foreach_utils import _foreach_supported_types as _list_types
 
 from shardtensor.comm.group import Group
+from shardtensor.layout.layout import Layout
 from shardtensor.tensor.dispatch import implements, implements_each
 from shardtensor.tensor.fallback import fall_back
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, reduced, wrap
@@ -54,20 +55,34 @@ def on_lists(func: Any) -> Callable[..., Any]:
             if is_step:  # these kernels count no version, which autograd and fully sharded modules read
                 torch._C._increment_version(operands[places[0]])
             return args[0] if out is not None and args else out
-        likes = [(x._layout, x._group) if isinstance(x, ShardedTensor) else None for x in lists[0]]
-        return [x if like is None else wrap(x, like[0], None, like[1]) for x, like in zip(out, likes, strict=True)]
+        return [
+            wrap(x, like._layout, None, like._group)
+            if isinstance(like, ShardedTensor) and x.shape == like._local.shape
+            else x
+            for x, like in zip(out, lists[0], strict=True)
+        ]
 
     return handler
 
 
 def _are_alike(lists: list[Tensors]) -> bool:
-    """Return whether the tensors at each position of the lists have one layout, not partial, or are plain numbers."""
+    """Return whether the tensors at each position of the lists lie alike: in one layout, not partial, or whole on every
+    rank, or plain numbers."""
     layouts = [_of_each(tensors, _LAYOUT, lambda _: None) for tensors in lists]
-    first = layouts[0]
+    if any([layout is not None and layout.partial for layout in layouts[0]]):
+        return False
+    if all(other == layouts[0] for other in layouts):
+        return True
+    layouts = [[_unless_whole(x) for x in tensors] for tensors in lists]
     return all(
-        other == first or all([y is None and not x.dim() for x, y in zip(tensors, other, strict=True)])
+        y == first or (y is None and not x.dim())
         for tensors, other in zip(lists, layouts, strict=True)
-    ) and not any([layout is not None and layout.partial for layout in first])
+        for x, y, first in zip(tensors, other, layouts[0], strict=True)
+    )
+
+
+def _unless_whole(x: torch.Tensor) -> Layout | None:
+    return x._layout if isinstance(x, ShardedTensor) and not x._layout.is_whole_on_all(x._group.size) else None
 
 
 _LAYOUT, _LOCAL = attrgetter("_layout"), attrgetter("_local")
