@@ -147,7 +147,6 @@ def embedding_bag(
         input: integer ids, plain or sharded.
         weight: the table ``(v, d)``, plain or sharded.
         padding_idx: rows of this id do not count.
-        per_sample_weights: with mode "sum": of the shape of `input`.
     """
     options: dict[str, Any] = {
         "max_norm": max_norm,
@@ -160,18 +159,13 @@ def embedding_bag(
         "padding_idx": padding_idx,
     }
     wrong = (input.dim() == 2) == (offsets is not None) or input.dim() not in (1, 2)
-    if wrong or scale_grad_by_freq or mode not in ("sum", "mean"):
-        return fall_back(F.embedding_bag, (input, weight, offsets), options)
-    if per_sample_weights is not None and (mode != "sum" or per_sample_weights.shape != input.shape):
+    if wrong or scale_grad_by_freq or per_sample_weights is not None or mode not in ("sum", "mean"):
         return fall_back(F.embedding_bag, (input, weight, offsets), options)
     rows = F.embedding(input, weight, None, max_norm, norm_type, sparse=sparse)
     counts = torch.ones_like(input, dtype=weight.dtype)
     if padding_idx is not None:
         counts = (input != padding_idx % weight.shape[0]).to(weight.dtype)
-    if padding_idx is not None:
         rows = rows * counts.unsqueeze(-1)
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.unsqueeze(-1)
     if offsets is None:
         total, many = rows.sum(1), counts.sum(1)
     else:

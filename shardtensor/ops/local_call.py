@@ -317,9 +317,6 @@ def _read(x: Any, form: list[Any], group: Group | None) -> tuple[Any, Group | No
             return _UNKNOWN, group
         form.append(id(x._layout))
         return x._local, x._group
-    if kind in _VALUES:
-        form += (kind, x)
-        return x, group
     if kind in _PLAIN:
         form.append(x.shape)
         return x, group
