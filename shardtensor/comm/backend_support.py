@@ -27,6 +27,12 @@ _WIDER = {
 }
 
 
+def dtype_of_sums(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of a dtype are summed."""
+    is_native = dtype in _NATIVE or dtype.is_complex
+    return dtype if is_native else _WIDER.get(dtype, torch.float32)  # the others are floats of 8 bits
+
+
 @attrs.frozen
 class BackendSupport:
     """Which tensors the backends of a group send as they are, and the conversions for all others.
@@ -99,13 +105,10 @@ class BackendSupport:
         """Return `t` flat, contiguous, on a supported device, in a dtype that the backend can sum. May be a view."""
         if (t.is_cuda, t.dtype, "sum") in self.reduced_as_is:
             return t.detach().contiguous().view(-1)
-        dtype = t.dtype
-        if dtype.is_complex:
+        if t.dtype.is_complex:
             flat = t.detach().to(self._device(t)).resolve_conj().contiguous().view(-1)
             return torch.view_as_real(flat).view(-1)
-        if dtype not in _NATIVE:
-            dtype = _WIDER.get(dtype, torch.float32)  # the others are floats of 8 bits
-        return t.detach().to(self._device(t), dtype).contiguous().view(-1)
+        return t.detach().to(self._device(t), dtype_of_sums(t.dtype)).contiguous().view(-1)
 
     def from_reduce(self, sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Undo `to_reduce`: flat, with the dtype and device of `like`."""

@@ -23,7 +23,6 @@ from shardtensor.comm.primitives import timeout_of
 from shardtensor.comm.rendezvous import Rendezvous, pair_sum, world_status_store
 from shardtensor.errors import SpecError
 from shardtensor.layout.explain import dtype_name
-from shardtensor.mesh import Mesh
 
 _SHOWN_COUNTS = 16
 _is_requested = False
@@ -117,14 +116,6 @@ class CheckedGroup(Group):
         self._check(f"all_to_all {dtype_name(flat.dtype)}", (send_counts, recv_counts))
         return self._group.all_to_all(flat, send_counts, recv_counts, out)
 
-    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
-        sent, received = [0] * self.size, [0] * self.size
-        received[src_index] = count
-        if self.index == src_index and parts is not None:
-            sent = [part.numel() for part in parts]
-        self._check(f"scatter {dtype_name(like.dtype)} from rank {self.ranks[src_index]}", (sent, received))
-        return self._group.scatter(parts, count, src_index, like)
-
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         self._check(f"broadcast {_describe(t)} from rank {self.ranks[src_index]}")
         return self._group.broadcast(t, src_index)
@@ -150,11 +141,6 @@ class CheckedGroup(Group):
         rendezvous = Rendezvous(own.statuses, f"part of {own.name}", ranks, own.timeout_s)
         _wait(rendezvous, f"new_group {len(ranks)} ranks")  # torch would wait for a missing member for minutes
         return CheckedGroup(self._group.subgroup(ranks), rendezvous)
-
-    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> CheckedGroup:
-        group = CheckedGroup(self._group.on_mesh(mesh, axes), self._rendezvous)
-        group._share_subgroups(self, mesh, axes)
-        return group
 
     def __repr__(self) -> str:
         return f"CheckedGroup({self._group!r})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -101,11 +101,6 @@ class Group(ABC):
         result is written into `out` if given: a flat tensor of the same dtype that shares no memory with `flat`."""
 
     @abstractmethod
-    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
-        """Return this member's part, flat, of `count` elements; `parts` is read on the source only. `like` gives
-        dtype and device of the result on every member."""
-
-    @abstractmethod
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         """Overwrite `t` with the source's `t` and return it; all have the same number of elements."""
 
@@ -121,9 +116,9 @@ class Group(ABC):
     def exchange_objects(self, value: Any) -> list[Any]:
         """Return every member's value; sends pickles. For the texts of errors, not for data."""
 
-    @abstractmethod
     def barrier(self) -> None:
         """Return when every member has called it."""
+        self.exchange(b"\0")
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
         """Return the group of some members, by global rank. Its members call it; others may, and get a group of index
@@ -140,7 +135,7 @@ class Group(ABC):
                 is_alone = len(key) == 1
                 made = SingleRankGroup(self.rank, None, self.device_type) if is_alone else self._make_subgroup(key)
             # A group of all ranks is this one; a subgroup has no mesh.
-            self._subgroups[key] = made if made.mesh is None else made.on_mesh(None, {})  # type: ignore[arg-type]
+            self._subgroups[key] = made if made.mesh is None else made.on_mesh(None, {})
         return self._subgroups[key]
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
@@ -160,9 +155,15 @@ class Group(ABC):
         call at any time; None if this group has none. All its members call it."""
         return None
 
-    @abstractmethod
-    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
-        """Return a view of this group with a mesh; sends nothing. `axes` are existing groups along some axes."""
+    def on_mesh(self, mesh: Mesh | None, axes: dict[tuple[str, ...], Group]) -> Self:
+        """Return a view of this group with a mesh, on the same communicators and subgroups; sends nothing. `axes` are
+        existing groups along some axes."""
+        view = object.__new__(type(self))
+        vars(view).update(vars(self))
+        view.mesh, view._axes = mesh, axes
+        for group in axes.values():
+            self._subgroups.setdefault(tuple(sorted(group.ranks)), group)
+        return view
 
     def axis(self, *names: str) -> Group:
         """Return the group of the ranks that differ from this one only along these axes of `mesh`."""
@@ -171,12 +172,6 @@ class Group(ABC):
             axes = [self.mesh.names.index(name) for name in names]
             self._axes[names] = self.subgroup(self.mesh.ranks_along(self.rank, axes))
         return self._axes[names]
-
-    def _share_subgroups(self, other: Group, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> None:
-        """Set the mesh of this view of `other`; both use the same subgroups."""
-        self.mesh, self._axes, self._subgroups = mesh, axes, other._subgroups
-        for group in axes.values():
-            self._subgroups.setdefault(tuple(sorted(group.ranks)), group)
 
 
 def group_along(group: Group, names: Iterable[str], error: type[ShardTensorError] = LayoutError) -> Group:
@@ -201,20 +196,6 @@ def group_on_mesh(group: Group, mesh: Mesh) -> Group:
     if mesh not in cached:
         cached[mesh] = group.on_mesh(mesh, {})
     return cached[mesh]
-
-
-def scatter_route(
-    group: Group, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor
-) -> tuple[Tensor, list[int], list[int]]:
-    """Return the arguments of the all-to-all, with one sender, that is a scatter."""
-    send, recv = [0] * group.size, [0] * group.size
-    recv[src_index] = count
-    if group.index != src_index:
-        return like.new_empty(0), send, recv
-    assert parts is not None, "the source gives the parts"
-    assert len(parts) == group.size, "one part for each member"
-    flat = torch.cat([part.detach().reshape(-1).to(like.device, like.dtype) for part in parts])
-    return flat, [part.numel() for part in parts], recv
 
 
 class SingleRankGroup(Group):
@@ -243,10 +224,6 @@ class SingleRankGroup(Group):
     def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
         return flat.reshape(-1) if out is None else out.copy_(flat.reshape(-1))
 
-    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
-        assert parts is not None, "the source gives the parts"
-        return parts[0].reshape(-1).to(like.device, like.dtype)
-
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         return t
 
@@ -256,16 +233,8 @@ class SingleRankGroup(Group):
     def exchange_objects(self, value: Any) -> list[Any]:
         return [value]
 
-    def barrier(self) -> None:
-        return None
-
     def for_other_thread(self) -> Group:
         return self
-
-    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
-        alone = SingleRankGroup(self.rank, self.process_group, self.device_type)
-        alone.mesh = mesh
-        return alone
 
     def axis(self, *names: str) -> Group:
         return self if self.mesh is None else super().axis(*names)
@@ -292,13 +261,8 @@ class NonMemberGroup(Group):
         raise RuntimeError(f"rank {self.rank} is not a member of the group{members}, so it cannot take part in it")
 
     all_reduce = all_reduce_async = all_gather = reduce_scatter = reduce_scatter_async = _refuse
-    all_gather_into = reduce_scatter_into = all_to_all = scatter = broadcast = broadcast_async = _refuse
+    all_gather_into = reduce_scatter_into = all_to_all = broadcast = broadcast_async = _refuse
     exchange = exchange_objects = barrier = subgroup = axis = with_new_communicator = _refuse
-
-    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
-        group = NonMemberGroup(self.rank, self.ranks)
-        group.mesh = mesh
-        return group
 
     def __repr__(self) -> str:
         return f"NonMemberGroup(rank={self.rank}, ranks={self.ranks})"

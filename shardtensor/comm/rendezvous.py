@@ -15,12 +15,10 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
-from threading import get_ident
 from typing import Any
 from zlib import crc32
 
 import attrs
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -45,14 +43,13 @@ class RankStatus:
     """The rendezvous that a rank entered last; its key in the store is "" for a rank that has ended.
 
     `place` is a text with the collective and its ranks, `call` one with the call and its line. `ranks` are the global
-    ranks of the rendezvous; `threads` is the number of threads of this rank that have entered one.
+    ranks of the rendezvous.
     """
 
     key: str
     place: str = ""
     call: str = ""
     ranks: tuple[int, ...] = ()
-    threads: int = 1
 
 
 class StatusStore:
@@ -63,7 +60,6 @@ class StatusStore:
         store = store.clone() if hasattr(store, "clone") else store
         self.store = dist.PrefixStore("shardtensor", store)
         self.rank = rank
-        self._threads: set[int] = set()
         this = weakref.ref(self)
         self._at_exit: Callable[[], None] = lambda: _write_ended(this)
         atexit.register(self._at_exit)
@@ -77,14 +73,8 @@ class StatusStore:
         """Return the status of a rank; None if it has never written one."""
         if not self.store.check([f"at/{rank}"]):
             return None
-        key, place, call, ranks, threads = json.loads(self.store.get(f"at/{rank}"))
-        return RankStatus(key, place, call, tuple(ranks), threads)
-
-    def count_threads(self) -> int:
-        """Return how many threads of this rank have called this; a thread of autograd is not counted."""
-        if torch._C._current_autograd_node() is None:
-            self._threads.add(get_ident())
-        return len(self._threads)
+        key, place, call, ranks = json.loads(self.store.get(f"at/{rank}"))
+        return RankStatus(key, place, call, tuple(ranks))
 
     def is_open(self, status: RankStatus) -> bool:
         """Whether ranks wait in this rendezvous: some have not arrived, and no error was raised."""
@@ -142,7 +132,7 @@ class Rendezvous:
         self._count += 1
         key, store = f"{self.name}/{self._count}", self.statuses.store
         place = f"collective {self._count} of {name_ranks(self.ranks)}"
-        here = RankStatus(key, place, own or call, tuple(self.ranks), self.statuses.count_threads())
+        here = RankStatus(key, place, own or call, tuple(self.ranks))
         digest = crc32(call.encode())
         before, self._keys = self._keys, [key] if pairs is None else [key, f"{key}/pairs"]
         try:
@@ -186,47 +176,13 @@ class Rendezvous:
                 self._withdraw(here, digest, self._absence(here, operation, f"within {self.timeout_s:g} s"))
             elif waited - checked > _CHECK_ABSENT_S:
                 checked = waited
-                self._check_absent(here, operation, digest)
+                if any(at is not None and not at.key for at in self._absent(here).values()):
+                    self._withdraw(here, digest, self._absence(here, operation, "and some of them have ended"))
             else:
                 time.sleep(min(waited / 4, 0.002))
             if waited > 0.001 and self.statuses.store.check([f"{here.key}/why"]):
                 raise self._shared_error(here.key, None)
             arrived = self.statuses.store.add(here.key, 0)
-
-    def _check_absent(self, here: RankStatus, operation: str, digest: int) -> None:
-        """Raise if the absent ranks can never arrive: one has ended, or the ranks wait in a cycle."""
-        absent = self._absent(here)
-        if any(at is not None and not at.key for at in absent.values()):
-            self._withdraw(here, digest, self._absence(here, operation, "and some of them have ended"))
-        cycle = self._cycle(here)
-        if cycle and cycle == self._cycle(here):
-            facts = {f"rank {rank}": f"{at.call}\n{at.place}" for rank, at in sorted(cycle.items())}
-            fault = f"{name_ranks(cycle)} wait for each other in different groups; nothing was moved"
-            error = CallMismatchError(fault, facts, _ORDER)
-            for at in cycle.values():  # else the others would see this rank leave, and wait for it
-                if at.key != here.key:
-                    self._shared_error(at.key, error)
-            self._withdraw(here, digest, error)
-
-    def _cycle(self, here: RankStatus) -> dict[int, RankStatus] | None:
-        """Return the ranks that wait for each other in a cycle, from this one; None if one of them does not wait. A
-        rank with one thread, whose last rendezvous is still open, waits there."""
-        path = {self.statuses.rank: here}
-        while True:
-            at = path[next(reversed(path))]
-            if at.threads > 1 or not self.statuses.is_open(at):
-                return None
-            found = {rank: self.statuses.read(rank) for rank in at.ranks}
-            absent = {rank: other for rank, other in found.items() if other is None or other.key != at.key}
-            for rank, other in absent.items():
-                if other is None or not other.key:
-                    return None
-                if rank in path:
-                    return path if rank == self.statuses.rank else None
-                path[rank] = other
-                break
-            else:
-                return None
 
     def _withdraw(self, here: RankStatus, digest: int, error: ShardTensorError) -> None:
         """Remove this rank from the counter and raise; return if the last rank has arrived in the meantime."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardtensor.comm import primitives
 from shardtensor.comm.backend_support import BackendSupport
-from shardtensor.comm.group import Counts, Group, Pending, check_reduction, scatter_route
+from shardtensor.comm.group import Counts, Group, Pending, check_reduction
 from shardtensor.mesh import Mesh, Ranks, as_ranks
 
 
@@ -142,10 +142,6 @@ class TorchGroup(Group):
         result = self.support.from_move(received, flat)
         return result if out is None else out.copy_(result)
 
-    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
-        # All-to-all with one sender: the only call that supports parts of unequal sizes on every backend.
-        return self.all_to_all(*scatter_route(self, parts, count, src_index, like))
-
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         return self.broadcast_async(t, src_index).wait()
 
@@ -173,9 +169,6 @@ class TorchGroup(Group):
         ends = list(accumulate(counts, initial=0))
         return [pickle.loads(data[start:end]) for start, end in pairwise(ends)]
 
-    def barrier(self) -> None:
-        self.exchange(b"\0")
-
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         return TorchGroup(primitives.new_group(ranks, primitives.timeout_of(self.process_group)))
 
@@ -196,11 +189,6 @@ class TorchGroup(Group):
             timeout_s = primitives.timeout_of(self.process_group)
             self._for_other_thread = TorchGroup(primitives.new_group(ranks, timeout_s, backend="gloo"))
         return self._for_other_thread
-
-    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> TorchGroup:
-        group = TorchGroup(self.process_group)
-        group._share_subgroups(self, mesh, axes)
-        return group
 
     def __repr__(self) -> str:
         return f"TorchGroup(ranks={self.ranks}, index={self.index}, {self.support.backends})"

@@ -29,7 +29,7 @@ from shardtensor.tensor.dispatch import is_dtensor
 from shardtensor.tensor.dtensor import as_dtensor, parameter_of
 from shardtensor.tensor.memory import Location
 from shardtensor.tensor.placing import spec_of
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrapper_over
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 _PARALLELIZE = 'parallelize_module(module, mesh["tp"], plan)'
 
@@ -113,7 +113,7 @@ class TPSpec:
 
     def around(self, view: torch.Tensor) -> torch.Tensor:
         """Return a ShardedTensor or DTensor over the gathered part, as modules expect it."""
-        unsharded_params: Any = wrapper_over(view, self.layout, self.spec, self.group)
+        unsharded_params: Any = wrap(view, self.layout, self.spec, self.group)
         if self.dtensor is not None:
             unsharded_params = as_dtensor(unsharded_params, *self.dtensor)
         unsharded_params._is_param = True

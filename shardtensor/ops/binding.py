@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from shardtensor.layout.layout import Shape
-from shardtensor.ops.local_call import Place, with_operands
+from shardtensor.ops.local_call import Place, operands_at, with_operands
 from shardtensor.rules.call import ALIASES, Signature
 from shardtensor.rules.pattern import Pattern, Side
 from shardtensor.rules.rule import several_dims
@@ -46,7 +46,14 @@ class BoundCall:
         assert pattern is not None
         places: list[Any] = []
         found: list[Any] = []
-        for operand in signature.operands:
+        sides = pattern.sides
+        if pattern.is_elementwise:  # each tensor is an operand, wherever it stands; others may be numbers
+            if any(type(value).__module__ == "numpy" and getattr(value, "ndim", 0) for value in args):
+                return None
+            places = [key for key, value in (*enumerate(args), *kwargs.items()) if isinstance(value, torch.Tensor)]
+            found = operands_at(places, args, kwargs)
+            sides = pattern.sides[:1] * len(found)
+        for operand in () if pattern.is_elementwise else signature.operands:
             place = signature.place(operand)
             is_named = place >= len(args) or (signature.spread and place > 0)
             x = kwargs.get(operand) if is_named else args[place]
@@ -55,7 +62,6 @@ class BoundCall:
             found.append(x)
             if x is not None:
                 places.append(operand if is_named else place)
-        sides = pattern.sides
         if pattern.listed:
             if not isinstance(found[0], list | tuple):
                 return None

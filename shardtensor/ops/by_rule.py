@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map
 from shardtensor.comm.group import Group
 from shardtensor.comm.redistribute import along
 from shardtensor.layout.layout import MeshLayout, Shape, replicated
-from shardtensor.layout.pieces import Blocked
 from shardtensor.ops.binding import BoundCall, row_keyword
 from shardtensor.ops.engine import chosen_sharding, group_of, write_out
 from shardtensor.ops.local_call import (
@@ -74,7 +73,6 @@ class LetterCut:
         dims: the dims of the first operand that the letter stands for.
         subgroup: the ranks that hold the shards.
         options: the arguments of the call other than operands, by the names of the row.
-        reduced: the layout of the result.
     """
 
     func: Any
@@ -86,7 +84,6 @@ class LetterCut:
     subgroup: Group
     group: Group
     options: dict[str, Any]
-    reduced: MeshLayout
 
     @property
     def count(self) -> int:
@@ -143,6 +140,10 @@ def _local_call(call: BoundCall, rule: Rule, row: Row, *, for_every_dtype: bool)
     """Return how a call is made on local tensors; None if the rule does not apply. See `chosen_sharding`."""
     pattern, places, present = row.pattern, call.places, call.present
     assert pattern is not None
+    if pattern.is_elementwise:
+        first, *others = {x._layout if isinstance(x, ShardedTensor) else None for x in present}
+        if not others and first is not None and not first.partial and not isinstance(first, MeshLayout):
+            return LocalCall(call.func, first)  # boxes and ranges, all alike
     if pattern.reduces and pattern.combine and not rule.whole:
         found = _of_all_elements(call, pattern)
         if found is not None:
@@ -154,7 +155,7 @@ def _local_call(call: BoundCall, rule: Rule, row: Row, *, for_every_dtype: bool)
     letter, how = _cut_letter(pattern, rule, sharding)
     if how:
         combiner, blocks = COMBINERS[how]
-        if not blocks and any(_is_blocked(sharding, *where) for where in _dims_of(rule, letter)):
+        if not blocks and any(sharding.needs[i].layout.is_blocked(d) for i, d in _dims_of(rule, letter)):
             return _local_call(call, whole_in(rule, letter), row, for_every_dtype=for_every_dtype)
         cut = _cut(call, rule, sharding, group, letter)
         return local_by(_combining(combiner, cut, places), sharding, group, present, places)
@@ -223,7 +224,7 @@ def _of_all_elements(call: BoundCall, pattern: Pattern) -> LocalCall | None:
     flat = replicated((x.numel(),), layout.ranks, layout.grid)
     subgroup = along(group, layout, layout.sharding_axes)
     names, options = tuple(call.present_names), call.options
-    cut = LetterCut(call.func, call.name, names, call.func, (flat,), (0,), subgroup, group, options, flat)
+    cut = LetterCut(call.func, call.name, names, call.func, (flat,), (0,), subgroup, group, options)
     combiner = COMBINERS[how[1:] if how.startswith("@") else "total"][0]
     shape = (1,) * x.dim() if cut.keepdim else ()
     places, moves = call.places, ((call.places[0], x._layout, layout),) if x._layout.partial else ()
@@ -281,11 +282,6 @@ def _cut_letter(pattern: Pattern, rule: Rule, sharding: OpSharding) -> tuple[str
     return "", ""
 
 
-def _is_blocked(sharding: OpSharding, operand: int, dim: int) -> bool:
-    cut = sharding.needs[operand].layout.dims[dim]
-    return cut is not None and isinstance(cut.pieces, Blocked)
-
-
 def _cut(call: BoundCall, rule: Rule, sharding: OpSharding, group: Group, letter: str) -> LetterCut:
     layouts = tuple(need.layout for need in sharding.needs)
     places = _dims_of(rule, letter)
@@ -297,7 +293,7 @@ def _cut(call: BoundCall, rule: Rule, sharding: OpSharding, group: Group, letter
     subgroup = along(group, layouts[first], axes)
     compute = attrs.evolve(call, operands=()).compute  # so that the cache keeps no tensor alive
     names, options = tuple(call.present_names), call.options
-    return LetterCut(call.func, call.name, names, compute, layouts, dims, subgroup, group, options, sharding.reduced)
+    return LetterCut(call.func, call.name, names, compute, layouts, dims, subgroup, group, options)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

@@ -159,14 +159,14 @@ def layouts_of(operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     return tuple(x._layout.reduced() if isinstance(x, ShardedTensor) else x.shape for x in operands)
 
 
-def on_grid(name: str, x: ShardedTensor, whole: Sequence[int] = ()) -> ShardedTensor | None:
-    """Redistribute `x` from boxes or ranges to shards of a dim that is not in `whole`; return None without such a dim.
+def on_grid(name: str, x: ShardedTensor) -> ShardedTensor | None:
+    """Redistribute `x` from boxes or ranges to shards of a dim; return None without such a dim.
 
     Each rank receives the elements that it lacks. All ranks of the group call it.
     """
     x = reduced(x)
     letters = tuple(f"d{k}" for k in range(x.dim()))
-    sharding = propagate(Rule((letters,), letters, frozenset(letters[k] for k in whole)), (x._layout,))
+    sharding = propagate(Rule((letters,), letters), (x._layout,))
     if sharding is None or not sharding.reduced.cut_dims:
         return None
     refuse_to_move(name, x, sharding.reduced)

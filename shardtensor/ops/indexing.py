@@ -16,7 +16,6 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.comm.redistribute import along
 from shardtensor.layout.layout import MeshLayout
-from shardtensor.ops.engine import on_grid
 from shardtensor.ops.indices import index_of, index_put
 from shardtensor.ops.local_call import LocalCall, cached_call
 from shardtensor.ops.pointwise import written_through
@@ -247,14 +246,9 @@ implements_each("split split_with_sizes chunk", _splitting)
 
 @implements(torch.unbind, torch.Tensor.unbind)
 def unbind(input: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
-    """Return every index of a dim, each a view; for a sharded dim copies, after another dim is sharded instead."""
+    """Return every index of a dim, each a view; copies for a sharded dim."""
     dim = one_dim(input.dim(), dim)
     layout = input._layout if isinstance(input, ShardedTensor) else None
-    if isinstance(layout, MeshLayout) and layout.shape and layout.dims[dim] is not None:
-        assert isinstance(input, ShardedTensor)
-        there = on_grid("unbind", input, (dim,))
-        if there is not None:
-            return tuple(copy_of(part.clone(), input, "unbind") for part in there.unbind(dim))
     if not isinstance(layout, MeshLayout) or not layout.shape or layout.dims[dim] is not None:
         return copied(torch.unbind, (input, dim), {})
     return tuple(select(input, dim, i) for i in range(input.shape[dim]))

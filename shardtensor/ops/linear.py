@@ -34,7 +34,7 @@ from shardtensor.comm.redistribute import Move, along, start_summed_gradient, su
 from shardtensor.layout.layout import MeshLayout
 from shardtensor.ops.by_rule import by_rule, local_call_by_rule
 from shardtensor.ops.engine import chosen_sharding
-from shardtensor.ops.local_call import LocalCall, cached_call, local_by, on_empty, run_by_rule
+from shardtensor.ops.local_call import LocalCall, cached_call, local_by, on_empty, run_as
 from shardtensor.rules.propagate import with_dims
 from shardtensor.rules.rule import einsum_rule
 from shardtensor.tensor.dispatch import implements
@@ -335,8 +335,10 @@ def einsum(*args: Any) -> torch.Tensor:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     rule = einsum_rule(equation, tuple(tuple(x.shape) for x in operands)) if isinstance(equation, str) else None
-    result = None if rule is None else run_by_rule("einsum", rule, operands, _summing(equation, operands))
-    return fall_back(torch.einsum, args, {}) if result is None else result
+    chosen = None if rule is None else chosen_sharding("einsum", rule, operands)
+    if chosen is None:
+        return fall_back(torch.einsum, args, {})
+    return run_as(*chosen, operands, _summing(equation, operands))
 
 
 def _einsum_locally(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalCall | None:

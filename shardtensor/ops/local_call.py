@@ -4,7 +4,7 @@ The form of a call, its cache key, is the function, its row in the table, the la
 identity: they are interned), the shapes of its plain ones, and its other arguments. By its rule the call is the same
 function of the local tensors, wrapped; operands are redistributed before it and partial sums all-reduced after it
 where needed. The group holds the cache, so the cache is freed with the group.
-Calls that the cache does not take are decided in the same way, each for itself (`run_by_rule`).
+Calls that the cache does not take are decided in the same way, each for itself.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 
 from shardtensor.comm import collectives
 from shardtensor.comm.group import Group
-from shardtensor.comm.redistribute import along, redistribute, reduce_local
+from shardtensor.comm.redistribute import along, reduce_local
 from shardtensor.layout.layout import Layout, MeshLayout
-from shardtensor.ops.engine import arranged, chosen_sharding, computed_alike, move_to
+from shardtensor.ops.engine import arranged, computed_alike, move_to
 from shardtensor.rules.propagate import OpSharding
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
@@ -112,10 +112,7 @@ class LocalCall(NamedTuple):
         """Redistribute the arguments that need it, in place."""
         for place, source, target in self.moves:
             values, key = slot(given, named, place)
-            if source is None or target is None:
-                values[key] = arranged(values[key], source, target, group)
-            else:
-                values[key] = redistribute(values[key], source, target, group)
+            values[key] = arranged(values[key], source, target, group)
 
 
 def wrapped(result: Any, layout: Layout | None, group: Group) -> Any:
@@ -250,26 +247,11 @@ def local_by(
     return LocalCall(call, None if sharding.reduced.is_replicated else sharding.reduced, tuple(sums), tuple(moves))
 
 
-def run_by_rule(name: str, rule: Rule, operands: Sequence[torch.Tensor], compute: Callable[..., Any]) -> Any:
-    """Compute on the local operands and return the global result; None when the rule does not apply.
-
-    All ranks of the operands' group call it.
-
-    Args:
-        name: of the operation, for messages.
-        rule: one letter for each dim of each operand.
-        operands: plain tensors (replicated) and sharded ones.
-        compute: gets the local tensors, in order, and returns the local result.
-
-    Returns:
-        A ShardedTensor; a plain tensor if every rank holds all of it; None if no operand is sharded over a grid.
-    """
-    chosen = chosen_sharding(name, rule, operands)
-    return None if chosen is None else run_as(*chosen, operands, compute)
-
-
 def run_as(sharding: OpSharding, group: Group, operands: Sequence[torch.Tensor], compute: Callable[..., Any]) -> Any:
-    """Do the same as `run_by_rule`, in these layouts."""
+    """Compute on the local operands, redistributed to the layouts of `sharding`, and return the global result.
+
+    All ranks of the group call it. The result is a ShardedTensor; a plain tensor if every rank holds all of it.
+    """
     places = range(len(operands))
     found = local_by(on_empty(compute, None, sharding, group, places), sharding, group, operands, places)
     return found.on(list(map(local_of, operands)), {}, group)
@@ -335,9 +317,6 @@ def _read(x: Any, form: list[Any], group: Group | None) -> tuple[Any, Group | No
             return _UNKNOWN, group
         form.append(id(x._layout))
         return x._local, x._group
-    if kind in _VALUES:
-        form += (kind, x)
-        return x, group
     if kind in _PLAIN:
         form.append(x.shape)
         return x, group

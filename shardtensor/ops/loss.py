@@ -20,7 +20,6 @@ from shardtensor.comm.redistribute import along
 from shardtensor.ops.by_rule import LetterCut, by_rule, combines
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import check_ids, places
-from shardtensor.ops.pointwise import spread
 from shardtensor.ops.reductions import local_extreme
 from shardtensor.tensor.dispatch import implements, implements_each
 from shardtensor.tensor.fallback import fall_back
@@ -212,6 +211,8 @@ def _reduced(losses: torch.Tensor, shares: torch.Tensor, reduction: str) -> torc
 
 
 def _elementwise_loss(func: Callable[..., Any]) -> Callable[..., Any]:
+    ruled = by_rule(func, func.__name__)
+
     def handler(*args: Any, **kwargs: Any) -> Any:
         reduction = _reduction(
             kwargs.pop("size_average", None), kwargs.pop("reduce", None), kwargs.pop("reduction", "mean")
@@ -223,7 +224,7 @@ def _elementwise_loss(func: Callable[..., Any]) -> Callable[..., Any]:
             return fall_back(func, args, {**kwargs, "reduction": reduction})  # older positional arguments
         if "weight" in kwargs and func in _WEIGHTED_MEAN:
             return fall_back(func, args, {**kwargs, "reduction": reduction})
-        losses = spread(func, args, {**kwargs, "reduction": "none"}, func.__name__)
+        losses = ruled(*args, **kwargs, reduction="none")
         if reduction == "none":
             return losses
         if reduction == "batchmean":

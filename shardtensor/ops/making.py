@@ -62,7 +62,9 @@ def _fills(method: Callable[..., Any]) -> Callable[..., Any]:
         method(torch.empty(0, dtype=x.dtype, device="cpu"), *args, generator=_UNUSED, **kwargs)  # torch's own checks
         refuse_leaf(x)
         values = draw_like(x, lambda t, g: method(t, *args, generator=g, **kwargs), generator=generator)
-        return assign(x, values)
+        # Of partial sums one gets the values, the others zeros.
+        x._local.copy_(values if x._layout.holds_full_value(x._group.rank) else torch.zeros_like(values))
+        return x
 
     return handler
 
@@ -74,12 +76,6 @@ def refuse_leaf(x: ShardedTensor) -> None:
     """Raise torch's error for writing to a leaf that requires grad, before anything is drawn."""
     if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-
-
-def assign(x: ShardedTensor, values: torch.Tensor) -> ShardedTensor:
-    """Overwrite `x` with this rank's local `values`; if `x` is a sum, one partial sum gets them, the others zeros."""
-    x._local.copy_(values if x._layout.holds_full_value(x._group.rank) else torch.zeros_like(values))
-    return x
 
 
 # -- new tensors -----------------------------------------------------------------------------------------------------

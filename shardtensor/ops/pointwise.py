@@ -7,7 +7,7 @@ and Python numbers need no redistribution.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,16 +15,13 @@ import torch
 from shardtensor.comm import collectives
 from shardtensor.comm.redistribute import along, part
 from shardtensor.layout.layout import MeshLayout
-from shardtensor.ops.by_rule import local_call_by_rule
-from shardtensor.ops.engine import arranged, group_of, move_to, refuse_to_move, write_out
-from shardtensor.ops.local_call import cached_call, run_by_rule
-from shardtensor.rules.propagate import follow
-from shardtensor.rules.rule import Rule
+from shardtensor.ops.by_rule import by_rule
+from shardtensor.ops.engine import group_of, refuse_to_move
 from shardtensor.rules.table import ROWS
 from shardtensor.tensor.copied import refuse_lost_write, version_of
 from shardtensor.tensor.dispatch import implements_each, name_of, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, reduced, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, reduced, wrap
 
 ELEMENTWISE = tuple(name for name, row in ROWS.items() if row.section.startswith("elementwise:"))
 NUMBERS = frozenset((int, float, bool, complex))
@@ -32,6 +29,7 @@ NUMBERS = frozenset((int, float, bool, complex))
 
 def elementwise(func: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return the handler of an elementwise function of any operands, by the row of `name`."""
+    ruled = by_rule(func, name)
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], ShardedTensor):
@@ -41,12 +39,8 @@ def elementwise(func: Callable[..., Any], name: str) -> Callable[..., Any]:
                 local = _fast(func, x, args, kwargs)
                 if local is not None:
                     return wrap(local, layout, x._spec, x._group)
-        return otherwise(*args, **kwargs)
+        return write_elementwise(func, args, kwargs) if kwargs.get("inplace") else ruled(*args, **kwargs)
 
-    def general(*args: Any, **kwargs: Any) -> Any:
-        return spread(func, args, kwargs, name)
-
-    otherwise = cached_call(func, lambda args, kwargs: local_call_by_rule(func, name, args, kwargs), general, name)
     return handler
 
 
@@ -86,69 +80,6 @@ def _gradient_axes(layout: MeshLayout, shape: tuple[int, ...]) -> tuple[int, ...
         if n != 1 and (cut is not None or n != full):
             return None
     return layout.sharding_axes
-
-
-def spread(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """Compute an elementwise function of operands of any layouts and shapes, by the row of `name`."""
-    if kwargs.get("out") is not None:
-        return write_out(lambda f, a, k: spread(f, a, k, name), func, args, kwargs)
-    if kwargs.get("inplace"):
-        return write_elementwise(func, args, kwargs)
-    places: list[Any] = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
-    names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
-    operands = [args[i] for i in places] + [kwargs[name] for name in names]
-
-    def compute(*locals_: torch.Tensor) -> Any:
-        filled = list(args)
-        for i, local in zip(places, locals_, strict=False):
-            filled[i] = local
-        return func(*filled, **{**kwargs, **dict(zip(names, locals_[len(places) :], strict=True))})
-
-    if any(type(value).__module__ == "numpy" and getattr(value, "ndim", 0) for value in args):
-        return fall_back(func, args, kwargs)
-    rule = ROWS[name].rule(tuple(x.shape for x in operands))
-    if rule is None:
-        reduce(torch.add, (torch.empty(()).expand(x.shape) for x in operands))  # torch's error
-    assert rule is not None, "torch broadcasts these shapes"
-    out = broadcast(name_of(func), operands, compute, rule)
-    return fall_back(func, args, kwargs) if out is None else out
-
-
-def broadcast(name: str, operands: list[torch.Tensor], compute: Callable[..., Any], rule: Rule) -> Any:
-    """Return ``compute(*locals)`` of operands that broadcast, None if their layouts cannot be combined."""
-    listed = [x for x in operands if isinstance(x, ShardedTensor) and not isinstance(x._layout, MeshLayout)]
-    if not listed or any(
-        isinstance(x, ShardedTensor) and isinstance(x._layout, MeshLayout) and not x._layout.is_replicated
-        for x in operands
-    ):
-        return run_by_rule(name, rule, operands, compute)
-    base = next((x for x in listed if len(x.shape) == len(rule.output) and _fills(x, operands)), None)
-    if base is None or not base.shape:
-        return None
-    group = group_of(name, operands)
-    base = reduced(base)
-    return wrap(compute(*(beside(name, x, base) for x in operands)), base._layout, base._spec, group)
-
-
-def _fills(x: torch.Tensor, operands: list[torch.Tensor]) -> bool:
-    """Return whether the result has the shape of `x`; one element broadcast with none gives none."""
-    return x.shape == torch.broadcast_shapes(*(other.shape for other in operands))
-
-
-def beside(name: str, x: torch.Tensor, base: ShardedTensor) -> torch.Tensor:
-    """Return the local tensor of `x`, broadcast to `base`, in the boxes of `base`; scalars stay scalars."""
-    layout, group = base._layout.reduced(), base._group
-    if isinstance(x, ShardedTensor):
-        if x._layout == layout:
-            return x._local
-        if not x._layout.is_replicated:
-            refuse_to_move(name, x, layout)
-        if tuple(x.shape) == layout.shape:
-            return local_as(x, layout, group)
-        x = x.full_tensor()
-    if not x.dim():
-        return collectives.sum_gradient(x, along(group, layout, layout.sharding_axes))
-    return part(x.expand(layout.shape), layout, group)
 
 
 # -- in place ----------------------------------------------------------------------------------------------------------
@@ -220,21 +151,21 @@ def unaliased(local: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(name: str, other: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
-    """Return the local tensor of `other` that broadcasts with the local tensor of `x`."""
+    """Return the local tensor of `other`, broadcast to `x`, in the layout of `x`; scalars stay scalars."""
+    layout, group = x._layout, x._group
     if isinstance(other, ShardedTensor):
         other = reduced(other)
-        if other._layout == x._layout:
+        if other._layout == layout:
             return unaliased(other._local, x._local)
-    layout = x._layout
-    if not isinstance(layout, MeshLayout):
-        return beside(name, other, x)
-    target, group = follow(layout, other.shape), x._group
-    if isinstance(other, ShardedTensor) and other._layout != target and not other._layout.is_replicated:
-        refuse_to_move(name, other, target)
-    move, local = move_to(other, target, group), local_of(other)
-    local = local if move is None else arranged(local, *move, group)
-    axes = tuple(sorted({*layout.cut_axes} - {*target.cut_axes}))
-    return collectives.sum_gradient(local, along(group, target, axes)) if axes and local.requires_grad else local
+        if not other._layout.is_replicated:
+            refuse_to_move(name, other, layout)
+        if tuple(other.shape) == layout.shape:
+            return local_as(other, layout, group)
+        other = other.full_tensor()
+    if other.dim():
+        return part(other.expand(layout.shape), layout, group)
+    axes = layout.sharding_axes
+    return collectives.sum_gradient(other, along(group, layout, axes)) if axes and other.requires_grad else other
 
 
 def written_through(input: torch.Tensor, name: str, change: Callable[[torch.Tensor], Any]) -> bool:

@@ -19,7 +19,6 @@ from shardtensor.layout.route import DimStep
 from shardtensor.ops.by_rule import LetterCut, by_rule, combines
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import places
-from shardtensor.ops.pointwise import spread
 from shardtensor.tensor.dispatch import implements_each
 from shardtensor.tensor.fallback import fall_back
 
@@ -46,15 +45,6 @@ def mean(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
         return cut.compute(local)  # torch's error
     found = torch.sum(local, cut.dims, cut.keepdim, dtype=torch.float32 if out_dtype in HALF else dtype)
     return (collectives.all_reduce(found, cut.subgroup) / cut.count).to(out_dtype)
-
-
-@combines("product", blocks=True)
-def product(cut: LetterCut, local: torch.Tensor) -> torch.Tensor:
-    """Gather the ranks' products and multiply them, so that gradients at zeros are right."""
-    dtype = cut.options.get("dtype")
-    one = len(cut.dims) == 1
-    found = torch.prod(local, cut.dims[0], cut.keepdim, dtype=dtype) if one else torch.prod(local, dtype=dtype)
-    return gathered(found, cut.subgroup).prod(0, dtype=found.dtype)
 
 
 @combines("truth", blocks=True)
@@ -235,11 +225,11 @@ def local_extreme(t: torch.Tensor, dims: tuple[int, ...], largest: bool) -> torc
 
 def _either(func: Any) -> Any:
     """Return the handler of ``max`` and ``min``, which are elementwise when given a second tensor."""
-    reduce = by_rule(func, func.__name__)
+    reduce, choose = by_rule(func, func.__name__), by_rule(func, f"{func.__name__}imum")
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         if (len(args) > 1 and isinstance(args[1], torch.Tensor)) or "other" in kwargs:
-            return spread(func, args, kwargs, f"{func.__name__}imum")
+            return choose(*args, **kwargs)
         return reduce(*args, **kwargs)
 
     return handler

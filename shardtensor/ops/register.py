@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils._pytree import tree_leaves
 
 from shardtensor.errors import RuleError
@@ -59,7 +58,7 @@ def register_op(func: Any, rule: str = "", /, combine: str = "", call: str = "")
         raise RuleError(f"{name}: a rule has letters", {"rule": rule}, "write `... k, n k -> ... n`")
     _check_operands(name, func, row)
     ROWS[key] = row
-    handler = _with_operand_check(by_rule(func, key), name, row)
+    handler = by_rule(func, key)
     if not is_own:
         implements(func)(handler)
         return func
@@ -96,22 +95,3 @@ def _check_operands(name: str, func: Function, row: Row) -> None:
             {"rule": str(row.pattern), "function": f"{name}{inspect.signature(func)}"},
             "write one side for each tensor, apart by commas",
         )
-
-
-def _with_operand_check(handler: Function, name: str, row: Row) -> Function:
-    """Return the handler with a check that raises if a call has more tensors than the rule has operands."""
-    assert row.pattern is not None
-    pattern = row.pattern
-
-    @functools.wraps(handler)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        tensors = sum(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values()))
-        if tensors - isinstance(kwargs.get("out"), torch.Tensor) > len(pattern.sides) and not pattern.is_elementwise:
-            raise RuleError(
-                f"{name}: the call has {tensors} tensors, its rule has {len(pattern.sides)} operands",
-                {"rule": str(pattern)},
-                "write one side for each tensor, apart by commas",
-            )
-        return handler(*args, **kwargs)
-
-    return checked

@@ -123,13 +123,8 @@ def _target(func: Any, shape: tuple[int, ...], arguments: tuple[Any, ...]) -> tu
 def _reshaping(func: Any) -> Callable[..., Any]:
     def handler(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         values = tuple(tuple(v) if isinstance(v, list | tuple) else v for v in (*args, *kwargs.values()))
-        if not isinstance(input, ShardedTensor) or any(isinstance(v, torch.Tensor) for v in values):
+        if not isinstance(input, ShardedTensor) or any(isinstance(v, torch.Tensor | torch.dtype) for v in values):
             return copied(func, (input, *args), kwargs)
-        if any(isinstance(v, torch.dtype) for v in values):
-            dtype = next(v for v in values if isinstance(v, torch.dtype))
-            if dtype.itemsize != input.element_size():
-                return copied(func, (input, *args), kwargs)
-            return view(input, input._local.view(dtype), input._layout)
         if kwargs:
             shape = tuple(func(torch.empty(input.shape, device="meta"), *args, **kwargs).shape)
         else:

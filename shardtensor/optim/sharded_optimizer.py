@@ -38,7 +38,6 @@ from shardtensor.optim.state import (
     start_state,
 )
 from shardtensor.optim.update_units import update_unit
-from shardtensor.tensor.gradient import forget
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 NamedParams = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
@@ -249,7 +248,7 @@ class ShardedOptimizer(optim.Optimizer):
         for record in self._records.values():
             leaf = record.now
             if isinstance(record.param, ShardedTensor):
-                forget(record.param)
+                record.param._grad_wrapper = None
             if set_to_none:
                 leaf.grad = None
             elif leaf.grad is not None:

@@ -178,11 +178,13 @@ def scatter(
     if tensor.is_meta:
         local = torch.empty(shape, dtype=tensor.dtype, device="meta")
     else:
-        parts = [part_of(values, layout, rank) for rank in group.ranks] if group.index == src_rank else None
-        flat = group.scatter(parts, layout.numel(group.rank), src_rank, values.new_empty(0, device=device))
-        if flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            flat = flat.clone()
-        local = flat.to(device).view(shape)
+        sent, received = [0] * group.size, [0] * group.size
+        flat, received[src_rank] = values.new_empty(0, device=device), layout.numel(group.rank)
+        if group.index == src_rank:
+            parts = [part_of(values, layout, rank).reshape(-1) for rank in group.ranks]
+            flat, sent = torch.cat(parts).to(device), [len(part) for part in parts]
+        # All-to-all with one sender: the only collective for parts of unequal sizes on every backend.
+        local = group.all_to_all(flat, sent, received).view(shape)
     return wrap(local.requires_grad_(tensor.requires_grad), layout, spec, group)
 
 

@@ -63,11 +63,6 @@ class Pattern:
     combine: tuple[tuple[str, str], ...]
 
     @property
-    def joined(self) -> bool:
-        """Whether the ranks' results are reduced by a function, or an operand is added after they are reduced."""
-        return any(side.added for side in self.sides) or any(how.startswith("@") for _, how in self.combine)
-
-    @property
     def names_dims(self) -> bool:
         """Whether the call selects dims."""
         return any(term.named for side in (*self.sides, self.output) for term in side.terms)
@@ -248,7 +243,7 @@ def _nth(letter: str, k: int, count: int) -> str:
 
 # -- the text of a rule ------------------------------------------------------------------------------------------------
 
-REDUCTIONS = ("sum", "avg", "max", "min", "prod", "any", "all")
+REDUCTIONS = ("sum", "avg", "max", "min", "prod")
 """Reductions of the ranks' results along a sharded letter; others are functions, ``@name``."""
 
 _WORD = re.compile(
@@ -274,7 +269,7 @@ def parse_pattern(text: str, combine: str = "", file: str = "<rule>") -> Pattern
             1 | b k, n k -> b n
               |   ^
           why: a rank that holds a part of `k` has only a part of the result
-          fix: say how: `k sum`, avg, max, min, prod, any, all or @function; or `!k`, which must be whole
+          fix: say how: `k sum`, avg, max, min, prod or @function; or `!k`, which must be whole
     """
     source = Source(text, file)
     left, arrow, _ = text.partition("->")

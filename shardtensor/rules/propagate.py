@@ -69,10 +69,13 @@ def _existing_cuts(
     there: list[Cut] = []
     free: list[tuple[Letters, tuple[int, ...]]] = []
     off_grid: list[tuple[Letters, tuple[int, ...]]] = []
-    split = [(x, letters) for x, letters in zip(operands, rule.inputs, strict=True) if _is_split(x)]
-    split.sort(key=lambda item: -math.prod(item[0].shape))  # type: ignore[union-attr]
+    split = [
+        (x, letters)
+        for x, letters in zip(operands, rule.inputs, strict=True)
+        if isinstance(x, Layout) and not x.is_replicated
+    ]
+    split.sort(key=lambda item: -math.prod(item[0].shape))
     for layout, letters in split:
-        assert isinstance(layout, Layout)
         if not isinstance(layout, MeshLayout) or layout.ranks != base.ranks or layout.grid != base.grid:
             off_grid.append((letters, layout.sharding_axes if layout is base else tuple(range(len(base.grid)))))
             continue
@@ -84,10 +87,6 @@ def _existing_cuts(
             elif (letter, cut) not in there:
                 there.append((letter, cut))
     return there, free + (off_grid if not there else [])
-
-
-def _is_split(operand: Layout | Shape) -> bool:
-    return isinstance(operand, Layout) and not operand.is_replicated
 
 
 def _agree(cuts: list[Cut]) -> bool:
@@ -289,17 +288,6 @@ def with_dims(base: Layout, shape: Shape, dims: tuple[DimCut | None, ...]) -> Me
     if not any(dims):
         return replicated(shape, base.ranks, base.grid)
     return MeshLayout(shape=shape, ranks=base.ranks, grid=base.grid, dims=dims, names=base.names)
-
-
-@lru_cache(maxsize=8192)
-def follow(layout: MeshLayout, shape: Shape) -> MeshLayout:
-    """Return the layout of an operand of `shape` broadcast to a tensor that keeps its `layout`."""
-    skip = len(layout.shape) - len(shape)
-    dims = tuple(
-        cut if size == full else None
-        for size, full, cut in zip(shape, layout.shape[skip:], layout.dims[skip:], strict=True)
-    )
-    return with_dims(layout, tuple(shape), dims)
 
 
 # -- errors for operands that do not match ----------------------------------------------------------------------------

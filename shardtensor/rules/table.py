@@ -15,10 +15,6 @@ call to `tests/rules/makers.py` to test it. `shardtensor ops` prints the table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
-
 import attrs
 
 from shardtensor.layout.layout import Shape
@@ -64,7 +60,7 @@ tril triu                                  | ... !r !c -> ... r c |         | in
 
 sum nansum                          | ... [d] -> ... | d @total        | input, dim=None, keepdim=False
 mean                                | ... [d] -> ... | d @mean         | input, dim=None, keepdim=False
-prod                                | ... [d] -> ... | d @product      | input, dim=None, keepdim=False
+prod                                | ... [!d] -> ... |                 | input, dim=None, keepdim=False
 any all                             | ... [d] -> ... | d @truth        | input, dim=None, keepdim=False
 amax amin                           | ... [d] -> ... | d @extreme      | input, dim=None, keepdim=False
 count_nonzero                       | ... [d] -> ... | d sum           | input, dim=None
@@ -117,12 +113,9 @@ group_norm | n !c !s..., c, c -> n c s...   |                | input, num_groups
 
 # layers
 
-F.batch_norm                 | n c s..., c, c, c, c -> n c s...
-                             | n @statistics, s @statistics | input, running_mean, running_var, weight, bias
 F.instance_norm              | n c !s..., c, c -> n c s...
                              | | input, running_mean=, running_var=, weight, bias
 prelu                        | n c s..., c/1 -> n c s... |             | input, weight
-F.one_hot                    | ... -> ... c'             |             | input, num_classes=
 F.embedding                  | i..., v d -> i... d       | v @own_rows | input, weight, padding_idx=
 scaled_dot_product_attention | ... !l !e, ... !s !e, ... !s !f, ... l/1 s/1 -> ... l f
                              | | query, key, value, attn_mask
@@ -205,7 +198,7 @@ Tensor.fill_ Tensor.zero_ Tensor.uniform_
   Tensor.normal_ Tensor.exponential_
   Tensor.bernoulli_ dropout                | ... -> ...
 Tensor.copy_                               | ..., ... -> ...
-equal allclose                             | ..., ... -> ()  | ... all
+equal allclose                             | ..., ... -> ()  | ... min
 
 # operations that need the full tensor
 
@@ -240,13 +233,8 @@ class Row:
     @property
     def takes_empty(self) -> bool:
         """Whether torch runs the operation on empty operands as on others."""
-        return self.section.startswith(("elementwise", "linear algebra"))
-
-    @property
-    def compute(self) -> Callable[..., Any]:
-        """The function that `function` names."""
-        module, name = self.function.split(".")
-        return getattr(import_module(f"shardtensor.rules.{module}"), name)
+        is_elementwise = self.pattern is not None and self.pattern.is_elementwise
+        return is_elementwise or self.section.startswith("linear algebra")
 
 
 def row_of(names: str, rule: str, combine: str = "", call: str = "", section: str = "") -> Row:

@@ -7,22 +7,17 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
 from shardtensor.comm import process_group
-from shardtensor.comm.backend_support import BackendSupport
-from shardtensor.comm.group import Counts, Group, Pending, SingleRankGroup, check_reduction, overwrite, scatter_route
+from shardtensor.comm.backend_support import dtype_of_sums
+from shardtensor.comm.group import Counts, Group, Pending, SingleRankGroup, check_reduction, overwrite
 from shardtensor.comm.process_group import reduce_group
 from shardtensor.layout.explain import dtype_name
 from shardtensor.mesh import Mesh, Ranks, as_ranks, read_mesh
 from shardtensor.sim.channel import Call, Slot
 from shardtensor.sim.world import Member, World
-
-# Tensors stay on their devices; sums have the dtypes of gloo and NCCL.
-_SUPPORT = BackendSupport.of_backends("cpu:gloo,cuda:nccl", None)
-_SUPPORT = attrs.evolve(_SUPPORT, backends={"cpu": "sim", "cuda": "sim", "meta": "sim"}, device_type="cpu")
 
 _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -37,7 +32,7 @@ class SimGroup(Group):
     """Two or more ranks of a simulated world; inside `simulate`, `as_group()` returns it.
 
     It behaves as a `TorchGroup`: results are new tensors, and the version counter of a tensor that is reduced in place
-    changes only if a backend would have to convert it. Sums are computed in group order.
+    does not change. Sums are computed in group order.
     """
 
     device_type = "cpu"
@@ -72,15 +67,9 @@ class SimGroup(Group):
         check_reduction(op, t.dtype)
         slot = self._post(
             *("all_reduce", f"{op} of {_elements(t)}", (op, t.numel(), t.dtype)),
-            *(_product_terms(t) if op == "prod" else _SUPPORT.to_reduce(t), lambda terms: _reduced(terms, op)),
+            *(_flat(t), lambda terms: _reduced(terms, op)),
         )
-
-        def finish(total: torch.Tensor) -> torch.Tensor:
-            as_is = (t.is_cuda, t.dtype, "sum") in _SUPPORT.reduced_as_is and t.is_contiguous()
-            _overwrite(t, _SUPPORT.from_reduce(total, t), as_is)
-            return t
-
-        return _Started(self, slot, finish)
+        return _Started(self, slot, lambda total: _overwrite(t, total))
 
     def reduce_scatter(self, flat: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         return self.reduce_scatter_async(flat, counts).wait()
@@ -92,12 +81,9 @@ class SimGroup(Group):
         assert sum(counts) == flat.numel(), "counts must add up to the elements given"
         slot = self._post(
             *("reduce_scatter", f"{_elements(flat)} as {_counts(counts)}", (tuple(counts), flat.dtype)),
-            *(_SUPPORT.to_reduce(flat), lambda terms: _reduced(terms, "sum")),
+            *(_flat(flat), lambda terms: _reduced(terms, "sum")),
         )
-        scale = 2 if flat.dtype.is_complex else 1
-        return _Started(
-            self, slot, lambda total: _SUPPORT.from_reduce(_range(total, counts, self.index, scale).clone(), flat)
-        )
+        return _Started(self, slot, lambda total: _range(total, counts, self.index).clone().to(flat.device))
 
     def reduce_scatter_into(self, out: torch.Tensor, flat: torch.Tensor, op: str = "sum") -> Pending:
         divides_first = op == "avg" and flat.dtype == torch.float16  # its sum may be too large
@@ -117,31 +103,17 @@ class SimGroup(Group):
         assert counts[self.index] == t.numel(), "this rank's count is not its number of elements"
         slot = self._post(
             *("all_gather", f"{_counts(counts)} of {dtype_name(t.dtype)}", (tuple(counts), t.dtype)),
-            *(_SUPPORT.to_move(t), _concatenated),
+            *(_flat(t), _concatenated),
         )
-        return _Started(self, slot, lambda full: _SUPPORT.from_move(full.clone(), t))
+        return _Started(self, slot, lambda full: full.clone().to(t.device))
 
     def all_to_all(self, flat: Tensor, send_counts: Counts, recv_counts: Counts, out: Tensor | None = None) -> Tensor:
         assert sum(send_counts) == flat.numel(), "counts must add up to the elements given"
         text = f"send {_counts(send_counts)}, receive {_counts(recv_counts)} of {dtype_name(flat.dtype)}"
-        result = self._route("all_to_all", text, flat, send_counts, recv_counts)
+        data = (_flat(flat), list(send_counts), list(recv_counts))
+        sent = self._post_and_wait("all_to_all", text, (flat.dtype,), data, _copied, self._unmatched)
+        result = _concatenated([_range(data, counts, self.index) for data, counts in sent]).to(flat.device)
         return result if out is None else out.copy_(result)
-
-    def _route(
-        self,
-        name: str,
-        text: str,
-        flat: torch.Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        signature: tuple[Any, ...] = (),
-    ) -> torch.Tensor:
-        data = (_SUPPORT.to_move(flat), list(send_counts), list(recv_counts))
-        sent = self._post_and_wait(name, text, (flat.dtype, *signature), data, _copied, self._unmatched)
-        scale = _SUPPORT.elements_per_item(flat.dtype)
-        return _SUPPORT.from_move(
-            _concatenated([_range(data, counts, self.index, scale) for data, counts in sent]), flat
-        )
 
     def _unmatched(self, calls: Sequence[Call]) -> str:
         """Describe the first pair of members where one sends more or fewer elements than the other expects."""
@@ -152,19 +124,12 @@ class SimGroup(Group):
                     return f"rank {self.ranks[i]} sends {sends} elements where rank {self.ranks[j]} expects {expects}"
         return ""
 
-    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
-        route = scatter_route(self, parts, count, src_index, like)
-        text = f"{count} {dtype_name(like.dtype)} from rank {self.ranks[src_index]}"
-        return self._route("scatter", text, *route, (src_index,))
-
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         sent = self._post_and_wait(
             *("broadcast", f"{_elements(t)} from rank {self.ranks[src_index]}", (src_index, t.numel(), t.dtype)),
-            *(_SUPPORT.to_move(t), lambda all_sent: all_sent[src_index].clone()),
+            *(_flat(t), lambda all_sent: all_sent[src_index].clone()),
         )
-        if self.index != src_index:
-            _overwrite(t, _SUPPORT.from_move(sent, t), (t.is_cuda, t.dtype) in _SUPPORT.moved_as_is)
-        return t
+        return t if self.index == src_index else _overwrite(t, sent)
 
     # -- small exchanges ----------------------------------------------------------------------------------------
 
@@ -188,11 +153,6 @@ class SimGroup(Group):
         if self._separate is None:
             self._separate = SimGroup(self.world, self.member, self.ranks, self._communicator + 1)
         return self._separate
-
-    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> SimGroup:
-        group = SimGroup(self.world, self.member, self.ranks)
-        group._share_subgroups(self, mesh, axes)
-        return group
 
     def __repr__(self) -> str:
         return f"SimGroup(ranks={self.ranks}, index={self.index})"
@@ -226,23 +186,22 @@ class _Started(Pending):
         return self
 
 
-def _overwrite(t: torch.Tensor, flat: torch.Tensor, as_is: bool) -> None:
-    # A backend writes without a change of the version counter; the copy of a converted result changes it.
-    (t.data if as_is else t.detach()).copy_(flat.view(t.shape))
+def _flat(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().resolve_conj().resolve_neg().reshape(-1)
+
+
+def _overwrite(t: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    t.data.copy_(flat.view(t.shape))  # as a backend writes: without a change of the version counter
+    return t
 
 
 def _reduced(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    total = terms[0].clone()
+    dtype = terms[0].dtype
+    wide = dtype_of_sums(dtype)
+    total = terms[0].to(wide, copy=True)
     for term in terms[1:]:
-        total = _REDUCE[op](total, term.to(total.device))
-    if op == "avg":
-        total.div_(len(terms))
-    return torch.view_as_real(total).view(-1) if total.is_complex() else total
-
-
-def _product_terms(t: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers unconverted: as pairs of reals, like for sums, a product would be wrong."""
-    return t.detach().resolve_conj().reshape(-1) if t.is_complex() else _SUPPORT.to_reduce(t)
+        total = _REDUCE[op](total, term.to(total.device, wide))
+    return (total.div_(len(terms)) if op == "avg" else total).to(dtype)
 
 
 def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -253,9 +212,8 @@ def _copied(data: Sequence[tuple[torch.Tensor, list[int], list[int]]]) -> list[t
     return [(sent.clone(), counts) for sent, counts, _ in data]
 
 
-def _range(flat: torch.Tensor, counts: Sequence[int], index: int, scale: int) -> torch.Tensor:
-    """Return a member's range of `flat`, in which `scale` items make one element."""
-    return flat.narrow(0, sum(counts[:index]) * scale, counts[index] * scale)
+def _range(flat: torch.Tensor, counts: Sequence[int], index: int) -> torch.Tensor:
+    return flat.narrow(0, sum(counts[:index]), counts[index])
 
 
 def _elements(t: torch.Tensor) -> str:

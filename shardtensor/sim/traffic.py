@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardtensor.comm import process_group
 from shardtensor.comm.call_site import call_site
-from shardtensor.comm.group import Counts, Group, SingleRankGroup, check_reduction, scatter_route
+from shardtensor.comm.group import Counts, Group, SingleRankGroup, check_reduction
 from shardtensor.comm.process_group import reduce_group
 from shardtensor.errors import LayoutError
 from shardtensor.layout.explain import bytes_text
@@ -70,11 +70,6 @@ class CountingGroup(Group):
         result = self._with_own(self._own(flat, send_counts), recv_counts)
         return result if out is None else out.copy_(result)
 
-    def scatter(self, parts: Sequence[Tensor] | None, count: int, src_index: int, like: Tensor) -> Tensor:
-        flat, send, recv = scatter_route(self, parts, count, src_index, like)
-        self._count_route("scatter", like, send, recv)
-        return self._own(flat, send).clone() if self.index == src_index else like.new_zeros(count)
-
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> torch.Tensor:
         is_source = self.index == src_index
         self.count("broadcast", self.ranks, t.nbytes if is_source else 0, 0 if is_source else t.nbytes)
@@ -96,11 +91,6 @@ class CountingGroup(Group):
 
     def _make_subgroup(self, ranks: tuple[int, ...]) -> Group:
         return CountingGroup(self.rank, as_ranks(ranks), self.count, self.device_type)
-
-    def on_mesh(self, mesh: Mesh, axes: dict[tuple[str, ...], Group]) -> Group:
-        group = CountingGroup(self.rank, self.ranks, self.count, self.device_type)
-        group._share_subgroups(self, mesh, axes)
-        return group
 
     def _own(self, flat: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         return flat.detach().reshape(-1).narrow(0, sum(counts[: self.index]), counts[self.index])

@@ -2,15 +2,14 @@
 
 A file holds boxes with offsets in the global tensor, whatever layout wrote them, so a tensor loads into any layout and
 any number of ranks, plain tensors and DTensors too. Ranks that hold replicas list the same boxes; torch's planner
-chooses one writer for each. Functions that call no method of a tensor are extended: the plan of a checkpoint that is
-only described, and the copies of ``async_save``.
+chooses one writer for each. The copies of ``async_save``, which call no method of a tensor, are extended.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -29,13 +28,6 @@ def create_write_items(tensor: ShardedTensor, fqn: str, saved: Any) -> list[Any]
     if rank in tensor._layout.ranks and not math.prod(tensor._layout.shape):
         boxes = [whole(tensor._layout.shape)]  # so that its name is in the file
     return _write_items(tensor, fqn, boxes)
-
-
-def write_items_of_all_ranks(tensor: ShardedTensor, fqn: str) -> list[Any]:
-    """Return a `WriteItem` for each box of the tensor, whichever rank holds it."""
-    layout = tensor._layout
-    boxes = {box: None for rank in layout.ranks for box in layout.boxes(rank) if box.numel}
-    return _write_items(tensor, fqn, boxes or [whole(layout.shape)])
 
 
 def _write_items(tensor: ShardedTensor, fqn: str, boxes: Iterable[Box]) -> list[Any]:
@@ -107,21 +99,6 @@ ShardedTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[attr-def
 ShardedTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[attr-defined]
 
 
-def _extend_planner(module: ModuleType) -> None:
-    """Make the plan that describes a state dict list the boxes of all ranks, as it does for torch's class."""
-    describe = module._create_default_metadata_only_plan
-
-    @functools.wraps(describe)
-    def describe_sharded(state_dict: Mapping[str, Any]) -> Any:
-        items: list[Any] = []
-        for fqn, value in state_dict.items():
-            is_ours = isinstance(value, ShardedTensor)
-            items += write_items_of_all_ranks(value, fqn) if is_ours else describe({fqn: value}).items
-        return module.SavePlan(items)
-
-    module._create_default_metadata_only_plan = describe_sharded  # type: ignore[attr-defined]
-
-
 def _extend_stager(module: ModuleType) -> None:
     """Make ``async_save`` copy the local tensor of a sharded one."""
     stager = module.StateDictStager
@@ -138,5 +115,4 @@ def _extend_stager(module: ModuleType) -> None:
     stager._offload_tensor = offload_sharded
 
 
-when_imported("torch.distributed.checkpoint.default_planner", _extend_planner)
 when_imported("torch.distributed.checkpoint._state_dict_stager", _extend_stager)

@@ -37,20 +37,16 @@ BLOCK = 16
 PIECE = 65536
 
 
-def serial_pieces(
-    sample: Sample, numel: int, *, dtype: torch.dtype, generator: Generator | None
-) -> Iterator[tuple[int, Tensor]] | None:
-    """Yield ``(start, values)``: flat ranges of a CPU tensor of `numel` (at least 16) elements, in one small
-    scratch. At the end the generator is where the whole call leaves it. None if `sample` is not exact in pieces."""
-    return _draw(sample, numel, dtype, generator) if _is_exact_in_pieces(sample, dtype, generator) else None
-
-
 def piece_bounds(numel: int, piece: int) -> list[int]:
     """Return the bounds of pieces of ``range(numel)``, none shorter than a block of 16."""
     return [*range(0, numel - BLOCK + 1, piece), numel]
 
 
-def _draw(sample: Sample, numel: int, dtype: torch.dtype, generator: Generator | None) -> Iterator[tuple[int, Tensor]]:
+def serial_pieces(
+    sample: Sample, numel: int, *, dtype: torch.dtype, generator: Generator | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield ``(start, values)``: flat ranges of a CPU tensor of `numel` (at least 16) elements, in one small
+    scratch. At the end the generator is where the whole call leaves it, if `sample` is exact in pieces."""
     scratch = torch.empty(min(numel, PIECE + BLOCK - 1), dtype=dtype, device="cpu")
     for start, stop in pairwise(piece_bounds(numel, PIECE)):
         values = scratch[: stop - start]
@@ -58,7 +54,7 @@ def _draw(sample: Sample, numel: int, dtype: torch.dtype, generator: Generator |
         yield start, values
 
 
-def _is_exact_in_pieces(sample: Sample, dtype: torch.dtype, generator: Generator | None) -> bool:
+def is_exact_in_pieces(sample: Sample, dtype: torch.dtype, generator: Generator | None) -> bool:
     """Compare 37 elements drawn at once with the same in two pieces, then put the generator back.
 
     Some samplers seed a stream of their own with one draw a call (``bernoulli_`` with a number, and so dropout, on
@@ -313,7 +309,7 @@ def _draw_pieces(
         return any(run.overlap(box) for run in runs(start, stop, shape) for box in boxes)
 
     pieces = None
-    if device.type == "cpu":
+    if device.type == "cpu" and is_exact_in_pieces(sample, dtype, generator):
         pieces = serial_pieces(sample, math.prod(shape), dtype=dtype, generator=generator)
     elif device.type == "cuda":
         pieces = philox_pieces(sample, math.prod(shape), is_needed, dtype=dtype, device=device, generator=generator)

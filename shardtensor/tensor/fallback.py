@@ -37,7 +37,7 @@ from shardtensor.comm.redistribute import part
 from shardtensor.comm.torch_group import bytes_of
 from shardtensor.errors import RuleError
 from shardtensor.tensor import dispatch
-from shardtensor.tensor.copied import refuse_lost_write
+from shardtensor.tensor.copied import refuse_lost_write, version_of
 from shardtensor.tensor.dispatch import ANY_OTHER, bare_name, implements, name_of, refuse_partial_write, warn_of_gather
 from shardtensor.tensor.drawing import agree_on_state, default_generator
 from shardtensor.tensor.sharded_tensor import WRAPPER_CLASSES, ShardedTensor, local_of, wrap
@@ -106,14 +106,14 @@ def fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ],
     )
     changes = is_in_place(name) or name.startswith(CHANGES_OPERANDS) or "out" in kwargs or kwargs.get("inplace") is True
-
+    is_step = name.startswith("_fused_")  # its kernels count no version
     has_statistics = any(family in name for family in WRITES_STATISTICS)
 
     def compute() -> tuple[Any, dict[int, torch.Tensor], list[int | torch.Tensor | None]]:
         wholes = {id(wrapper): wrapper.full_tensor() for wrapper in wrappers}
         if changes:  # a whole tensor may share memory with a replica, or be a read-only view
             wholes = {key: whole.clone() for key, whole in wholes.items()}
-        befores = [_before(whole, changes, has_statistics) for whole in wholes.values()]
+        befores = [None if is_step else _before(whole, changes, has_statistics) for whole in wholes.values()]
         whole_args, whole_kwargs = tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], tree)
         return func(*whole_args, **whole_kwargs), wholes, befores
 
@@ -139,13 +139,7 @@ def _before(whole: torch.Tensor, changes: bool, has_statistics: bool) -> int | t
     """Return what detects a write to `whole`: its version, its values, or None to assume that it is written."""
     if has_statistics and whole.dim() == 1 and not whole.requires_grad:
         return whole.clone()
-    return (None if changes else 0) if whole.is_inference() else whole._version
-
-
-def _is_unchanged(whole: torch.Tensor, before: int | torch.Tensor | None) -> bool:
-    if isinstance(before, torch.Tensor):
-        return torch.equal(whole, before)
-    return before is not None and before == (0 if whole.is_inference() else whole._version)
+    return None if changes and whole.is_inference() else version_of(whole)
 
 
 def _write_back(
@@ -158,7 +152,7 @@ def _write_back(
             {"from": tuple(wrapper.shape), "to": tuple(whole.shape)},
             "use the form that returns a new tensor",
         )
-    if _is_unchanged(whole, before):
+    if torch.equal(whole, before) if isinstance(before, torch.Tensor) else before == version_of(whole):
         return
     refuse_lost_write(wrapper, name_of(func))
     refuse_partial_write(wrapper, name_of(func))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -19,24 +18,25 @@ import torch
 from shardtensor.errors import RuleError
 from shardtensor.tensor.bucket import flat_shard_of
 from shardtensor.tensor.dispatch import implements
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, reduced, wrap, wrapper_over
-
-_NOTHING = torch.empty(0)
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, reduced, wrap
 
 
 def get_grad(tensor: ShardedTensor) -> ShardedTensor | None:
     """Return the gradient, in this tensor's layout; the same object as long as the leaf's gradient is the same."""
-    cached = tensor._grad_wrapper
-    if cached is not None and cached[0] is tensor._local.grad:
+    cached, grad = tensor._grad_wrapper, tensor._local.grad
+    if cached is not None and cached[0] is grad:
         return cached[1]
-    return _shown(tensor)
+    if grad is None:
+        return None
+    wrapper = gradient_of(tensor, grad)
+    tensor._grad_wrapper = (grad, wrapper)
+    return wrapper
 
 
 def set_grad(tensor: ShardedTensor, value: torch.Tensor | None) -> None:
     """Set the gradient to `value`, plain (whole on every rank) or sharded in any layout."""
     if value is None:
-        tensor._local.grad = None
-        forget(tensor)
+        tensor._local.grad = tensor._grad_wrapper = None
         return
     if tuple(value.shape) != tensor._layout.shape:
         raise RuntimeError(
@@ -52,50 +52,17 @@ def set_grad(tensor: ShardedTensor, value: torch.Tensor | None) -> None:
     tensor._grad_wrapper = (tensor._local.grad, value) if is_own else None  # type: ignore[assignment]
 
 
-def _shown(tensor: ShardedTensor) -> ShardedTensor | None:
-    """Wrap and cache the gradient of `tensor`, which is not the cached one."""
-    grad = tensor._local.grad
-    if grad is None:
-        return None
-    wrapper = _idle(tensor, grad)
-    if wrapper is None:
-        wrapper = gradient_of(tensor, grad)
-    tensor._grad_wrapper = (grad, wrapper)
-    return wrapper
-
-
 def gradient_of(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor:
     """Return the wrapper over the gradient of a tensor's leaf: in its layout, reduced. Raise
     RuleError for a tensor that is partial in another way than a sum: its leaf's gradient is not the tensor's."""
     layout = tensor._layout
     if not layout.partial:
-        return wrapper_over(grad, layout, tensor._spec, tensor._group)  # autograd has checked its shape
+        return wrap(grad, layout, tensor._spec, tensor._group)
     if any(op != "sum" for _, op in layout.partial):
         raise RuleError(
             "the gradient of a partial tensor is not kept by its partial sums", fix="reduce the tensor first"
         )
     return wrap(grad, layout.reduced(), None, tensor._group)
-
-
-def forget(tensor: ShardedTensor) -> None:
-    """Release the gradient's memory, after the leaf's gradient was set to None."""
-    cached, tensor._grad_wrapper = tensor._grad_wrapper, None
-    if cached is None:
-        return
-    wrapper = cached[1]
-    del cached
-    if getrefcount(wrapper) == 2 and not tensor._layout.partial:  # held by this call alone
-        tensor._idle_grad = (wrapper, tensor._layout, wrapper.dtype, wrapper.device)
-        wrapper._local = _NOTHING
-
-
-def _idle(tensor: ShardedTensor, grad: torch.Tensor) -> ShardedTensor | None:
-    """Return the previous gradient's wrapper, over this gradient, if it is unused: half the cost of a new one."""
-    idle, tensor._idle_grad = tensor._idle_grad, None
-    if idle is None or idle[1] is not tensor._layout or idle[2] is not grad.dtype or idle[3] != grad.device:
-        return None
-    idle[0]._local = grad
-    return idle[0]
 
 
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")

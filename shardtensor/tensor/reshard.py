@@ -102,7 +102,7 @@ def reshard_on(tensor: ShardedTensor, spec: ShardingSpec, layout: Layout, group:
             local.grad = grad
     old, old_layout, old_group = tensor._local, tensor._layout, tensor._group
     tensor._layout, tensor._spec, tensor._placements, tensor._remote = layout, spec, None, None
-    tensor._group, tensor._idle_grad = group, None
+    tensor._group = group
     if local is not old and is_leaf and old.requires_grad:
         _forward_grad(old, old_layout, old_group, tensor)
     tensor._replace_local(local)

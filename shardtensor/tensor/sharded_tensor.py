@@ -17,16 +17,14 @@ import torch
 from shardtensor.comm.group import Group
 from shardtensor.comm.redistribute import as_nothing, common_group, part, redistribute, reduce_local, whole
 from shardtensor.comm.untraced import untraced
-from shardtensor.errors import LayoutError, RuleError, ShardCountError
-from shardtensor.layout.layout import Layout, ListedLayout, replicated, same_boxes
+from shardtensor.errors import RuleError, ShardCountError
+from shardtensor.layout.layout import Layout, ListedLayout, replicated
 from shardtensor.layout.picture import html_map, picture_of
 from shardtensor.spec.devices import ShardMetadata
 from shardtensor.spec.nodes import ShardingSpec
-from shardtensor.spec.parse import as_spec
 from shardtensor.tensor import dispatch, placing
 from shardtensor.tensor.copied import Copied, version_of
 from shardtensor.tensor.metadata_methods import MetadataMethods
-from shardtensor.tensor.placing import bind_named
 from shardtensor.tensor.shard import Shard, ShardedTensorMetadata, TensorProperties
 
 _make_body = torch.Tensor._make_wrapper_subclass
@@ -59,7 +57,6 @@ class ShardedTensor(MetadataMethods, torch.Tensor):  # type: ignore[override, mi
     _spec: ShardingSpec | None
     _group: Group
     _grad_wrapper: tuple[torch.Tensor | None, ShardedTensor] | None = None
-    _idle_grad: tuple[ShardedTensor, Layout, torch.dtype, torch.device] | None = None
     _placements: dict[int, Any] | None = None
     _remote: Any = None  # RRefs to the shards of other ranks, of a tensor made with init_rrefs=True
     _copied: Copied | None = None  # of a copy of what is a view in the dense program; replaces `_local`
@@ -266,18 +263,6 @@ class ShardedTensor(MetadataMethods, torch.Tensor):  # type: ignore[override, mi
     def _sharding_spec(self) -> ShardingSpec:
         return self.sharding_spec()
 
-    @_sharding_spec.setter
-    def _sharding_spec(self, value: ShardingSpec | str) -> None:
-        spec = as_spec(value)
-        layout = bind_named(spec, self._layout.shape, placing.mesh_of(self._group))
-        if not same_boxes(layout, self._layout):
-            raise LayoutError(
-                "the spec does not say how this tensor lies",
-                {"tensor": str(self.sharding_spec()), "spec": str(spec)},
-                "make a tensor of that spec and copy_ into it",
-            )
-        self._spec = spec
-
 
 WRAPPER_CLASSES: set[type] = {ShardedTensor}
 """The class and its subclasses in the package, for tests of exact types, which are fast."""
@@ -288,11 +273,6 @@ def wrap(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: 
     empty local tensor may have any shape. A `spec` of None is derived from the layout on demand."""
     if not local.numel():
         local = as_nothing(local, layout, group.rank)
-    return wrapper_over(local, layout, spec, group)
-
-
-def wrapper_over(local: torch.Tensor, layout: Layout, spec: ShardingSpec | None, group: Group) -> ShardedTensor:
-    """Return the same as `wrap`, for a local tensor that has the layout's local shape even if it is empty."""
     wrapper = _make_body(
         ShardedTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
     )

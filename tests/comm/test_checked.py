@@ -138,7 +138,6 @@ def bring_other_counts(kind: str) -> tuple[str, str]:
         "counts": lambda: group.all_gather(t[:1], ((1, 1), (2, 1))[group.rank]),
         "source": lambda: group.broadcast(t[:1], group.rank),
         "pairs": lambda: group.all_to_all(torch.ones(3), (1, 2), ((1, 1), (3, 2))[group.rank]),
-        "scatter": lambda: group.scatter([t[:1], t[:1]], 1 + group.rank, 0, t),
         "async": lambda: group.all_reduce_async(t),
         "async broadcast": lambda: group.broadcast_async(t, 1),
         "into": lambda: group.all_gather_into(torch.empty(2 * t.numel()), t),
@@ -157,10 +156,6 @@ COUNTS = {
     "counts": ("all_gather 1+1 float32", "all_gather 2+1 float32"),
     "source": ("broadcast 1 float32 from rank 0", "broadcast 1 float32 from rank 1"),
     "pairs": ("all_to_all float32; sends 1+2, receives 1+1", "all_to_all float32; sends 1+2, receives 3+2"),
-    "scatter": (
-        "scatter float32 from rank 0; sends 1+1, receives 1+0",
-        "scatter float32 from rank 0; sends 0+0, receives 2+0",
-    ),
     "async": ("all_reduce_async sum of 1 float32", "all_reduce_async sum of 2 float32"),
     "async broadcast": ("broadcast_async 1 float32 from rank 1", "broadcast_async 2 float32 from rank 1"),
     "into": ("all_gather_into 1 float32", "all_gather_into 2 float32"),
@@ -178,9 +173,7 @@ def bring_all_other_counts() -> list[tuple[str, str]]:
 def test_other_numbers(world):
     for kind, (name, text) in zip(COUNTS, the_one(world(bring_all_other_counts, 2)), strict=True):
         assert name == "CallMismatchError"
-        what = ["the ranks are in different calls", "the numbers of elements sent and received differ"][
-            kind in ("pairs", "scatter")
-        ]
+        what = ["the ranks are in different calls", "the numbers of elements sent and received differ"][kind == "pairs"]
         lines = [f"{what}; nothing was moved"]
         for rank, call in enumerate(COUNTS[kind]):
             call, *own = call.split("; ")
@@ -328,33 +321,6 @@ def test_where_absent_ranks_are(world):
     assert second[1].startswith("all_reduce: rank 2 did not join within 4 s; nothing was moved\n")
 
 
-def go_round() -> tuple[str, str]:
-    pairs = [checked_group([0, 1]), checked_group([1, 2]), checked_group([0, 2])]
-    first, second = {0: (0, 2), 1: (1, 0), 2: (2, 1)}[dist.get_rank()]
-    t = torch.ones(1, device=device())
-
-    def cross() -> None:
-        pairs[first].all_reduce(t)
-        pairs[second].all_reduce(t)
-
-    result = told(cross)  # nobody waited for the time to be over
-    rest()
-    return result
-
-
-def test_a_circle_of_groups_is_told_at_once(world):
-    name, text = the_one(world(go_round, 3))
-    assert name == "CallMismatchError"
-    site = "          test_checked.py:N in cross\n          collective 1 of ranks"
-    assert text == (
-        "ranks 0-2 wait for each other in different groups; nothing was moved\n"
-        f"  rank 0  all_reduce sum of 1 float32\n{site} 0-1\n"
-        f"  rank 1  all_reduce sum of 1 float32\n{site} 1-2\n"
-        f"  rank 2  all_reduce sum of 1 float32\n{site} 0, 2\n"
-        "  fix     make the same calls in the same order on every rank of the group, each from one line of the program"
-    )
-
-
 def make_a_part_alone() -> tuple[str, str] | None:
     group = checked_group(None, SHORT_S)
     result = told(lambda: group.subgroup([0, 1]), SHORT_S) if group.rank == 0 else None
@@ -425,7 +391,6 @@ def call_everything() -> list[Any]:
                 group.all_gather(ones).tolist(),
                 group.reduce_scatter(ones).tolist(),
                 group.all_to_all(ones, [1] * group.size, [1] * group.size).tolist(),
-                group.scatter([ones] * group.size, group.size, 0, ones).tolist(),
                 group.broadcast(ones.clone(), group.size - 1).tolist(),
                 group.broadcast_async(ones.clone(), group.size - 1).wait().tolist(),
                 group.exchange(b"%d" % group.rank),
@@ -446,7 +411,7 @@ def test_every_method_gives_what_the_plain_group_gives(world):
 
 def test_every_method_of_a_group_is_checked():
     questions = {"size", "rank", "ranks", "index", "device_type", "process_group", "mesh"}
-    by_make_subgroup = {"subgroup", "axis"}
+    by_make_subgroup = {"subgroup", "axis", "on_mesh"}
     methods = {name for name in vars(Group) if not name.startswith("_")} - questions - by_make_subgroup
     assert methods | {"_make_subgroup"} <= set(vars(CheckedGroup))
 

@@ -213,57 +213,6 @@ def test_a_rank_that_waits_elsewhere_is_shown_there():
     assert "rank 2 in no collective yet" in " ".join(str(second).split())
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_ranks_that_wait_for_each_other_are_told_at_once(count):
-    ranks = Ranks(count)
-    pairs = [tuple(sorted((rank, (rank + 1) % count))) for rank in range(count)] if count > 2 else [(0, 1), (1, 0)]
-
-    def body(rank: int) -> Any:
-        start = time.monotonic()
-        try:
-            for pair in (pairs[rank], pairs[rank - 1]):
-                rendezvous = Rendezvous(ranks.statuses[rank], f"pair {pairs.index(pair)}", tuple(sorted(pair)), 30.0)
-                rendezvous.wait("f", f"f of {pair}")
-        finally:
-            assert time.monotonic() - start < 5
-
-    text = the_one(ranks.run(body), CallMismatchError)
-    assert text.startswith(f"ranks 0-{count - 1} wait for each other in different groups; nothing was moved\n")
-    for rank in range(count):
-        assert f"rank {rank} f of {pairs[rank]} collective 1 of" in " ".join(text.split())
-
-
-def test_a_chain_that_ends_at_a_rank_at_work_is_no_circle():
-    ranks = Ranks(3)
-
-    def body(rank: int) -> Any:
-        if rank == 0:
-            ranks.rendezvous(0, (0, 1)).wait("f", "f")
-        if rank == 1:
-            ranks.rendezvous(1, (1, 2)).wait("g", "g")
-            ranks.rendezvous(1, (0, 1)).wait("f", "f")
-        if rank == 2:
-            time.sleep(0.7)
-            ranks.rendezvous(2, (1, 2)).wait("g", "g")
-
-    assert ranks.run(body) == [None] * 3
-
-
-def test_a_rank_of_two_threads_may_yet_come():
-    """What it said last is where one of its threads is; the other may be on its way here."""
-    ranks = Ranks(2)
-    ranks.statuses[1]._threads |= {1, 2}
-
-    def body(rank: int) -> Any:
-        try:
-            Rendezvous(ranks.statuses[rank], f"group {rank}", (0, 1), SHORT_S * 2).wait("f", "f")
-        except AbsentRankError as error:
-            return str(error)
-
-    for text in ranks.run(body):
-        assert "did not join within" in text
-
-
 def test_who_gives_up_as_the_last_one_comes_stays():
     ranks = Ranks(2)
     rendezvous = ranks.rendezvous(0, (0, 1))
@@ -282,7 +231,7 @@ def test_who_gives_up_as_the_last_one_comes_stays():
 def test_a_meeting_is_open_until_all_are_there_or_a_fault_is_found():
     ranks = Ranks(2)
     status_store = ranks.statuses[0]
-    here = RankStatus("key", "place", "call", (0, 1), 3)
+    here = RankStatus("key", "place", "call", (0, 1))
     status_store.write(here)
     assert ranks.statuses[1].read(0) == here and status_store.read(1) is None
     assert status_store.is_open(here) is False, "nobody came"

@@ -53,13 +53,6 @@ def in_turn(*places: tuple[str, tuple[int, ...]]) -> Callable[[Any], Any]:
 F, G = ("f", (0, 1)), ("g", (0, 1))
 
 
-def apart(first: bool) -> Any:
-    """Two groups of the same two ranks, one after the other."""
-    one, other = (lambda meeting: meeting(0, 1)("f", "f")), (lambda meeting: meeting(1, 0)("f", "f"))
-    order = (one, other) if first else (other, one)
-    return lambda meeting: [call(meeting) for call in order]
-
-
 def made(values: torch.Tensor | st.Shard, spec: str = "[tp]") -> Any:
     if isinstance(values, st.Shard):
         return st.init_from_local_shards([values], 6)
@@ -163,11 +156,6 @@ CASES: dict[str, Case] = {
     "checked ranks in different calls": Case(
         lambda: met(in_turn(F), in_turn(G)),
         {"make the same calls in the same order on every rank of the group": lambda: met(in_turn(F, G), in_turn(F, G))},
-        mesh="",
-    ),
-    "checked ranks that wait for each other": Case(
-        lambda: met(apart(True), apart(False)),
-        {"make the same calls in the same order on every rank of the group": lambda: met(apart(True), apart(True))},
         mesh="",
     ),
     "a checked rank that does not come": Case(

@@ -92,12 +92,6 @@ CASES: dict[str, Case] = {
         },
         mesh=4,
     ),
-    "a spec that says another layout": Case(
-        lambda: setattr(weight(), "_sharding_spec", "[-, tp]"),
-        {
-            "make a tensor of that spec and copy_ into it": lambda: st.zeros("[-, tp]", 4, 6).copy_(weight()),
-        },
-    ),
     "a sum over some axes of a tensor on some ranks": Case(
         lambda: squares().sum(0),
         {

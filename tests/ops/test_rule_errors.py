@@ -33,7 +33,7 @@ def strict(call):
 REFUSED = {
     "an operand that would move": (
         lambda: strict(lambda: rows() + ones("[-, tp balanced]", 5, 6)),
-        'Tensor.add: axis "tp" splits .0 in the input but .1 in the other\n'
+        'add: axis "tp" splits .0 in the input but .1 in the other\n'
         "  rule    .0 .1, .0 .1 -> .0 .1\n"
         "  input   [tp balanced, -]   5 x 6 float32\n"
         "  other   [-, tp balanced]   5 x 6 float32\n"

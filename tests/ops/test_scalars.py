@@ -92,7 +92,7 @@ def bad_input() -> None:
     ]:
         with pytest.raises(kind, match=text):
             call()
-    with st.strict(), pytest.raises(st.RuleError, match=r"Tensor.add: axis \"tp\" splits"):
+    with st.strict(), pytest.raises(st.RuleError, match=r"add: axis \"tp\" splits"):
         x + st.distribute(values("int", (5, 6), 2), "[-, tp balanced]")
 
 

@@ -16,7 +16,7 @@ from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import DimCut, Layout, ListedLayout, MeshLayout
 from shardtensor.layout.pieces import chunked
 from shardtensor.mesh import Mesh
-from shardtensor.rules.propagate import EVERY, OpSharding, follow, propagate, received
+from shardtensor.rules.propagate import EVERY, OpSharding, propagate, received
 from shardtensor.rules.propagate import sharding_of as recipe_for
 from shardtensor.rules.rule import Rule
 from shardtensor.rules.table import ROWS
@@ -388,18 +388,6 @@ def test_the_listed_and_the_flat_receive_what_they_lack():
         len(elements(columns, rank) - elements(listed, rank)) for rank in MESH.ranks
     )
     assert received(bind(Replicate().flat("dp", "tp"), (6, 4), MESH), cut((6, 4), ("dp", "tp"), None)) == 0
-
-
-@pytest.mark.parametrize("shape", [(5, 6), (6,), (1, 6), (5, 1), (1,), ()])
-def test_what_follows_is_cut_where_it_is_long_enough(shape):
-    layout = cut((5, 6), "dp", "tp")
-    expected = [layout.dims[len(layout.dims) - len(shape) + i] if n > 1 else None for i, n in enumerate(shape)]
-    assert list(follow(layout, shape).dims) == expected
-    full = torch.arange(30).view(5, 6)
-    for rank in MESH.ranks:
-        mine = part(torch.arange(math.prod(shape)).view(shape), follow(layout, shape), rank)
-        expected = part(torch.arange(math.prod(shape)).view(shape).expand(5, 6).contiguous(), layout, rank)
-        assert torch.equal(mine.expand(part(full, layout, rank).shape), expected)
 
 
 # -- text ------------------------------------------------------------------------------------------------------------

@@ -101,14 +101,14 @@ def test_a_word_has_its_marks(word):
     assert pattern.output.terms == (Term("a"), Term("b")) and not pattern.output.added
     assert pattern.names_dims == ("[" in word)
     assert pattern.reduces == ("[" in word)
-    assert pattern.joined and not pattern.is_elementwise and not pattern.makes_sizes and not pattern.listed
+    assert not pattern.is_elementwise and not pattern.makes_sizes and not pattern.listed
 
 
 def test_an_output_has_words_of_its_own():
     for word, many, named in (("k'", False, False), ("k'...", True, False), ("[k']", False, True)):
         pattern = parse_pattern(f"a !k... -> a {word}")
         assert pattern.output.terms[1] == Term("k", new=True, many=many, named=named)
-        assert pattern.makes_sizes and not pattern.reduces and not pattern.joined
+        assert pattern.makes_sizes and not pattern.reduces
     assert parse_pattern("() -> ()").sides[0].terms == ()
     assert parse_pattern(" *(... [d]) -> ... [d]").listed
 
@@ -121,13 +121,12 @@ def test_only_dots_are_elementwise():
         assert not pattern.is_elementwise, text
 
 
-@pytest.mark.parametrize("join", ["sum", "avg", "max", "min", "prod", "any", "all", "@own"])
+@pytest.mark.parametrize("join", ["sum", "avg", "max", "min", "prod", "@own"])
 def test_a_join_is_of_all_dims_of_its_letter(join):
     pattern = parse_pattern("... k, i... k, d -> k d", f"... {join}, i... {join}")
     for letter in (".0", ".1", "i", "i0", "i12", ""):
         assert pattern.combiner_of(letter) == join
     assert pattern.combiner_of("k") is pattern.combiner_of("k0") is pattern.combiner_of("d") is None
-    assert pattern.joined == join.startswith("@")
     expected = {"sum": (), "@own": "none"}.get(join, join)
     expected = expected and ((".0", expected), ("i0", expected), ("i1", expected))
     assert pattern.bind(((2, 3), (4, 5, 3), (6,))).combine == expected

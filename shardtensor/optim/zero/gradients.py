@@ -22,7 +22,7 @@ from shardtensor.layout.ranges import REDUCE_BUFFERS
 from shardtensor.optim.named_params import ParamRecord
 from shardtensor.optim.zero.values import ParamBucket
 from shardtensor.tensor.bucket import GradientBuffer
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrapper_over
+from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
 
 
 class PartitionedGradients:
@@ -244,7 +244,7 @@ class ReducedBucket:
             local = shard.view(shape) if shape or shard.numel() else shard.new_zeros(())
             if i in accumulated:
                 local = local.add_(accumulated[i]) if used[i] else accumulated[i]
-            self.params[i].grad = wrapper_over(local, layout, None, self._group)
+            self.params[i].grad = wrap(local, layout, None, self._group)
 
 
 class ReduceInputs:
