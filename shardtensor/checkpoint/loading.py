@@ -20,7 +20,6 @@ from shardtensor.checkpoint.contents import collect, models_of, optimizer_state,
 from shardtensor.checkpoint.encoding import decoded, dtype_named, final, stored_in
 from shardtensor.checkpoint.manifest import TensorRecord, rank_file
 from shardtensor.checkpoint.optimizer_targets import load_by_name, optimizer_targets
-from shardtensor.checkpoint.progress import ByteProgress
 from shardtensor.checkpoint.random_states import rng_state, set_rng_state
 from shardtensor.checkpoint.reading import OpenFiles, Reading, fill, verify
 from shardtensor.checkpoint.saving import wait_for_save
@@ -300,27 +299,22 @@ class _Loading:
         Values of tensors that held others are copied last: what can fail has been done by then.
         """
         with OpenFiles(self.stored.folder) as files:
-            agree_or_raise(self.group, call, {}, self._read(verify, files, call))
+            agree_or_raise(self.group, call, {}, self._read(verify, files))
             loads = _Loads(self.group, call)
             loads.load(self.objects)
             for install in self.install:
                 install()
             loads.load(self.optimizers)
-            loads.agree(self._read(fill, files, call))
+            loads.agree(self._read(fill, files))
         if self.skipped and self.group.index == 0:
             warnings.warn(f"{call}: left as they are: {some(self.skipped)}", stacklevel=4)
         return self.extra()
 
-    def _read(
-        self, step: Callable[[OpenFiles, Reading, Callable[[int], None]], None], files: OpenFiles, call: str
-    ) -> CheckpointError | None:
+    def _read(self, step: Callable[[OpenFiles, Reading], None], files: OpenFiles) -> CheckpointError | None:
         """Run `verify` or `fill`; return the error of this rank."""
         assert self.reading is not None, "it is planned"
         try:
-            with ByteProgress(
-                f"{step.__name__}: {call}", self.reading.size_bytes, shown=self.group.index == 0
-            ) as progress:
-                step(files, self.reading, progress.add)
+            step(files, self.reading)
         except Exception as error:  # of the disk, or damage
             return fault_of(error)
         return None

@@ -109,8 +109,8 @@ def _stored(path: str | os.PathLike[str]) -> SourceCheckpoint:
         targets = [target_of(name, each, made[name], SingleRankGroup()) for name, each in records.items()]
         reading = Reading.of(targets, stored)
         with OpenFiles(stored.folder) as files:
-            verify(files, reading, lambda count: None)
-            fill(files, reading, lambda count: None)
+            verify(files, reading)
+            fill(files, reading)
         return made
 
     return SourceCheckpoint("shardtensor" if stored.is_own else "hf", state, manifest.tensors, read)

@@ -35,14 +35,8 @@ class NewFile:
     parts: Sequence[FilePart]
     metadata: Mapping[str, str] = attrs.field(factory=dict)
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(part.values.numel() * part.values.element_size() for part in self.parts)
 
-
-def write_files(
-    folder: Folder, files: Sequence[NewFile], progress: Callable[[int], None] = lambda count: None
-) -> dict[str, FileRecord]:
+def write_files(folder: Folder, files: Sequence[NewFile]) -> dict[str, FileRecord]:
     """Write files whose tensors are on the CPU, and return their sizes and the checksums of their headers.
 
     The checksums of the tensors are computed first, by several threads, since the header that holds them comes first.
@@ -55,7 +49,7 @@ def write_files(
         header = make_header(
             [(part.name, part.dtype, part.shape) for part in file.parts], sums, {"format": "pt", **file.metadata}
         )
-        folder.write(file.name, [header, *views], progress)
+        folder.write(file.name, [header, *views])
         size = len(header) + sum(map(len, views))
         records[file.name] = FileRecord(size, xxh3_64_hexdigest(header))
     return records
