@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.futures import Future
 
-from shardtensor.checkpoint.encoding import StoredTensor, dtype_named, replaced, scalar_json, stored_in, torch_json
 from shardtensor.checkpoint.files import index_text
 from shardtensor.checkpoint.folders import PARTIAL
 from shardtensor.checkpoint.manifest import INDEX, NAME, FileRecord, Manifest, TensorRecord, folder_of
@@ -30,7 +29,15 @@ from shardtensor.checkpoint.sources import CONFIG, SourceCheckpoint, cause_of, o
 from shardtensor.checkpoint.storage import Folder
 from shardtensor.checkpoint.tensor_file import ITEM_BYTES
 from shardtensor.checkpoint.torch_trees import to_tree
-from shardtensor.checkpoint.values import encode, tensor_name
+from shardtensor.checkpoint.values import (
+    StoredTensor,
+    dtype_named,
+    encode,
+    replaced,
+    scalar_json,
+    stored_in,
+    tensor_name,
+)
 from shardtensor.checkpoint.writing import FilePart, NewFile, write_files
 from shardtensor.errors import CheckpointError
 from shardtensor.version import __version__
@@ -234,15 +241,15 @@ def _own_sections(source: SourceCheckpoint) -> dict[str, Any]:
 
 
 def _as_json(found: dict[str, str], value: Any, path: str) -> Any:
-    """Return the JSON of a value that is no plain one; enter a tensor into `found`, by its new name."""
+    """Return the JSON of a tensor; enter one that is stored into `found`, by its new name."""
     if isinstance(value, StoredTensor):
         name = tensor_name(path, found)
         found[name] = value.name
         tagged = {"$tensor": name}
         return {"$numpy": tagged} if value.is_array else tagged
-    if isinstance(value, torch.Tensor):
-        return scalar_json(value.dtype, value.item())
-    return torch_json(value, path)
+    if value.dim():
+        raise CheckpointError(f'"{path}" is an array of numpy in a pickle, which is not converted')
+    return scalar_json(value.dtype, value.item())
 
 
 def _placed_models(source: SourceCheckpoint, folder: Folder) -> dict[str, _Placed]:

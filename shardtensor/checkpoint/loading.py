@@ -17,7 +17,6 @@ from torch import nn, optim
 
 from shardtensor.checkpoint.checksums import fingerprints
 from shardtensor.checkpoint.contents import collect, models_of, optimizer_state, sections
-from shardtensor.checkpoint.encoding import decoded, dtype_named, final, stored_in
 from shardtensor.checkpoint.manifest import TensorRecord, rank_file
 from shardtensor.checkpoint.optimizer_targets import load_by_name, optimizer_targets
 from shardtensor.checkpoint.random_states import rng_state, set_rng_state
@@ -27,6 +26,7 @@ from shardtensor.checkpoint.stored import Stored, open_checkpoint
 from shardtensor.checkpoint.targets import ReadTarget, model_targets, target_of
 from shardtensor.checkpoint.tensor_file import DTYPES
 from shardtensor.checkpoint.together import agree_or_raise, fault_of
+from shardtensor.checkpoint.values import decode, dtype_named, final, stored_in
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import CheckpointError, some
@@ -239,7 +239,7 @@ class _Loading:
                 {"it holds": ", ".join(manifest.values) or "tensors alone"},
                 f"load without {section.partition('.')[0]}=",
             )
-        return decoded(manifest.values[section], manifest.tensors)
+        return decode(manifest.values[section], manifest.tensors)
 
     def _plan_own(self, objects: Mapping[str, Any]) -> None:
         """Plan to load what the checkpoint holds for each rank: the states of dataloaders and random generators (None).
@@ -261,7 +261,7 @@ class _Loading:
         entries = [stored.headers[file].entries for file in read]
         records = {key: TensorRecord(x.shape, DTYPES[x.format], file=read[0]) for key, x in entries[0].items()}
         for name, owner in objects.items():
-            value = decoded(values[0].get(name), entries[0])
+            value = decode(values[0].get(name), entries[0])
             is_equal = all(each.get(name) == values[0].get(name) for each in values) and all(
                 each[found.name].sums == entries[0][found.name].sums for each in entries for found in stored_in(value)
             )

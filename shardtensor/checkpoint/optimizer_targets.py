@@ -10,10 +10,10 @@ import torch
 from torch import optim
 
 from shardtensor.checkpoint.contents import module_of
-from shardtensor.checkpoint.encoding import StoredTensor, dtype_named, replaced
 from shardtensor.checkpoint.manifest import TensorRecord
 from shardtensor.checkpoint.targets import ReadTarget, device_to_be, target_of
 from shardtensor.checkpoint.together import fault_of
+from shardtensor.checkpoint.values import StoredTensor, dtype_named, replaced
 from shardtensor.comm.group import Group
 from shardtensor.errors import CheckpointError, LayoutError
 from shardtensor.optim.fqn import is_elementwise, names_in, optim_state_dict_to_load, records_by_name

@@ -16,7 +16,6 @@ import attrs
 import torch
 from xxhash import xxh3_64
 
-from shardtensor.checkpoint.encoding import dtype_named
 from shardtensor.checkpoint.exchange import region_view
 from shardtensor.checkpoint.reads import (
     BUFFER_BYTES,
@@ -31,6 +30,7 @@ from shardtensor.checkpoint.reads import (
 from shardtensor.checkpoint.storage import THREADS, Folder, OpenFile, bytes_view
 from shardtensor.checkpoint.stored import Stored
 from shardtensor.checkpoint.targets import ReadTarget
+from shardtensor.checkpoint.values import dtype_named
 from shardtensor.errors import CheckpointError
 
 _PIECE_BYTES = 1 << 20  # stays in the cache of a core between the read and the checksum
