@@ -29,11 +29,9 @@ from shardtensor.optim.zero.arguments import (
     one_axis,
     options_text,
 )
-from shardtensor.optim.zero.division import Division
+from shardtensor.optim.zero.division import Division, OffloadedState, PartStep
 from shardtensor.optim.zero.gradients import PartitionedGradients
-from shardtensor.optim.zero.part_step import OffloadedState, PartStep
-from shardtensor.optim.zero.state import HeldState, PartitionedState
-from shardtensor.optim.zero.state_dicts import StateDicts
+from shardtensor.optim.zero.state import HeldState, PartitionedState, StateDicts
 from shardtensor.optim.zero.values import ForwardWaits
 
 if TYPE_CHECKING:
