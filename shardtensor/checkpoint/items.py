@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ from shardtensor.checkpoint.tensor_file import ITEM_BYTES
 from shardtensor.checkpoint.values import encode, scalar_json, tensor_name
 from shardtensor.comm.group import Group
 from shardtensor.errors import CheckpointError
+from shardtensor.layout.box import Box
 from shardtensor.layout.explain import dtype_name
 from shardtensor.layout.layout import Layout, replicated
 from shardtensor.tensor.dispatch import is_dtensor
@@ -68,6 +70,13 @@ def item_of(name: str, tensor: torch.Tensor, group: Group | None, *, is_of_first
         raise CheckpointError(f'tensor "{name}" {fault[0]}: a checkpoint does not hold it', fix=fault[1])
     local = local.detach().resolve_conj().resolve_neg()
     return Item(name, local, layout, is_of_first and not isinstance(tensor, ShardedTensor))
+
+
+def parts_of(local: torch.Tensor, layout: Layout, rank: int) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of a rank under a layout, each with the view of its elements in the rank's local tensor."""
+    for box, place in zip(layout.boxes(rank), layout.local_boxes(rank), strict=True):
+        part = local[place.slices]
+        yield box, part.view(box.sizes) if layout.packed else part
 
 
 def encoded(value: Any, path: str, items: dict[str, Item], group: Group | None, *, is_of_first: bool = False) -> Any:

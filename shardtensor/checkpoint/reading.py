@@ -16,10 +16,10 @@ import attrs
 import torch
 from xxhash import xxh3_64
 
-from shardtensor.checkpoint.exchange import region_view
 from shardtensor.checkpoint.reads import (
     BUFFER_BYTES,
     Copy,
+    Place,
     Read,
     SummedBlock,
     blocks_to_verify,
@@ -205,9 +205,14 @@ def _copy_out(buffer: torch.Tensor, read: Read, locals_: Sequence[torch.Tensor])
             local = locals_[copy.local]
             values = values.view(local.dtype)
             found = values.as_strided(copy.sizes, copy.source.strides, values.storage_offset())
-            region_view(local, copy.target, copy.sizes).copy_(found, non_blocking=True)
+            _region_view(local, copy.target, copy.sizes).copy_(found, non_blocking=True)
     for stream in streams:
         stream.synchronize()
+
+
+def _region_view(local: torch.Tensor, place: Place, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Return the view of a region of a contiguous local tensor."""
+    return local.as_strided(sizes, place.strides, local.storage_offset() + place.first)
 
 
 def _in_threads(function: Callable[[Any], None], tasks: Iterable[Any]) -> None:

@@ -20,8 +20,7 @@ import attrs
 
 from shardtensor.checkpoint.checksums import fingerprints
 from shardtensor.checkpoint.contents import collect, config_texts, models_of
-from shardtensor.checkpoint.exchange import to_owners
-from shardtensor.checkpoint.files import files_and_records, index_texts, plan_files, writes_its_part
+from shardtensor.checkpoint.files import files_and_records, index_texts, plan_files, to_owners, writes_its_part
 from shardtensor.checkpoint.folders import OLD, PARTIAL, checkpoints_in, make_folder, sort_key
 from shardtensor.checkpoint.manifest import NAME, FileRecord, Manifest
 from shardtensor.checkpoint.storage import Folder
