@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardtensor.checkpoint.contents import collect
-from shardtensor.checkpoint.items import Item
+from shardtensor.checkpoint.items import Item, parts_of
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.layout.box import Box
@@ -75,8 +75,10 @@ def fingerprints(sections: Mapping[str, Iterable[Item]], group: Group, key: str 
                 for lane, number in enumerate(numbers[_LANES:]):
                     totals[_LANES * place + lane] += number
             factors = [number | 1 for number in numbers[:_LANES]]
-            for part, box in _parts(item, group.rank):
-                found.setdefault(part.device, []).append((place, factors, _sum(part, box)))
+            if item.layout.holds_first_copy(group.rank):
+                for box, part in parts_of(item.local, item.layout, group.rank):
+                    if box.numel:
+                        found.setdefault(part.device, []).append((place, factors, _sum(part, box)))
     for each in found.values():
         sums = torch.stack([lanes for _, _, lanes in each]).tolist()  # waits for the device once
         for (place, factors, _), lanes in zip(each, sums, strict=True):
@@ -86,16 +88,6 @@ def fingerprints(sections: Mapping[str, Iterable[Item]], group: Group, key: str 
     reduced = [value % 2**64 for value in group.all_reduce(torch.tensor(signed, dtype=torch.int64)).tolist()]
     texts = ["".join(f"{value:016x}" for value in reduced[i : i + _LANES]) for i in range(0, len(reduced), _LANES)]
     return dict(zip(sections, texts, strict=True))
-
-
-def _parts(item: Item, rank: int) -> Iterator[tuple[Tensor, Box]]:
-    """Yield the boxes that this rank counts, with their elements."""
-    layout = item.layout
-    if layout.holds_first_copy(rank):
-        for box, place in zip(layout.boxes(rank), layout.local_boxes(rank), strict=True):
-            if box.numel:
-                part = item.local[place.slices]
-                yield (part.view(box.sizes) if layout.packed else part), box
 
 
 def _sum(part: Tensor, box: Box) -> Tensor:

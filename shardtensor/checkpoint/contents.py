@@ -17,8 +17,7 @@ import torch
 from torch import nn, optim
 from xxhash import xxh3_64_hexdigest
 
-from shardtensor.checkpoint.encoding import encoded
-from shardtensor.checkpoint.items import Item, item_of
+from shardtensor.checkpoint.items import Item, encoded, item_of
 from shardtensor.checkpoint.manifest import TensorRecord, describe, folder_of
 from shardtensor.checkpoint.random_states import rng_state
 from shardtensor.checkpoint.together import agree_or_raise, fault_of

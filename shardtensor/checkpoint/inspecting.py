@@ -10,7 +10,6 @@ from typing import Any
 import attrs
 
 from shardtensor.checkpoint.manifest import Manifest, TensorRecord, rank_file
-from shardtensor.checkpoint.progress import ByteProgress
 from shardtensor.checkpoint.reading import OpenFiles, Reading, verify
 from shardtensor.checkpoint.reads import SummedBlock, key_in, summed_block
 from shardtensor.checkpoint.stored import Stored, open_checkpoint
@@ -145,13 +144,9 @@ def verify_files(path: str | os.PathLike[str]) -> int:
     stored = open_checkpoint(path)
     stored.open_headers(stored.manifest.files)
     blocks = _all_blocks(stored)
-    total = sum(block.stop - block.start for block in blocks)
-    with (
-        OpenFiles(stored.folder) as files,
-        ByteProgress(f'verify("{os.fspath(path)}")', total, shown=True) as progress,
-    ):
-        verify(files, Reading([], [], blocks, [], [], []), progress.add)
-    return total
+    with OpenFiles(stored.folder) as files:
+        verify(files, Reading([], [], blocks, [], [], []))
+    return sum(block.stop - block.start for block in blocks)
 
 
 def _all_blocks(stored: Stored) -> list[SummedBlock]:

@@ -17,17 +17,15 @@ from torch import nn, optim
 
 from shardtensor.checkpoint.checksums import fingerprints
 from shardtensor.checkpoint.contents import collect, models_of, optimizer_state, sections
-from shardtensor.checkpoint.encoding import decoded, dtype_named, final, stored_in
 from shardtensor.checkpoint.manifest import TensorRecord, rank_file
-from shardtensor.checkpoint.optimizer_targets import load_by_name, optimizer_targets
-from shardtensor.checkpoint.progress import ByteProgress
 from shardtensor.checkpoint.random_states import rng_state, set_rng_state
 from shardtensor.checkpoint.reading import OpenFiles, Reading, fill, verify
 from shardtensor.checkpoint.saving import wait_for_save
 from shardtensor.checkpoint.stored import Stored, open_checkpoint
-from shardtensor.checkpoint.targets import ReadTarget, model_targets, target_of
+from shardtensor.checkpoint.targets import ReadTarget, load_by_name, model_targets, optimizer_targets, target_of
 from shardtensor.checkpoint.tensor_file import DTYPES
 from shardtensor.checkpoint.together import agree_or_raise, fault_of
+from shardtensor.checkpoint.values import decode, dtype_named, final, stored_in
 from shardtensor.comm.group import Group
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import CheckpointError, some
@@ -61,8 +59,8 @@ def load(
         extra: a dict to update with the saved ``extra``.
         rng: set the random generators of each rank; by default if an optimizer is loaded. In a world of another size
             they are set only if the states of all ranks were equal.
-        strict: raise for tensors that are missing, extra, or of another shape, and for state of another optimizer
-            class. If False, these stay unchanged, with a warning.
+        strict: raise for tensors that are missing, extra, or of another shape. If False, these stay unchanged, with a
+            warning.
         cast: convert values to the dtypes of the model's tensors where these differ; else they raise an error.
         process_group: the ranks that load, by default all.
 
@@ -240,7 +238,7 @@ class _Loading:
                 {"it holds": ", ".join(manifest.values) or "tensors alone"},
                 f"load without {section.partition('.')[0]}=",
             )
-        return decoded(manifest.values[section], manifest.tensors)
+        return decode(manifest.values[section], manifest.tensors)
 
     def _plan_own(self, objects: Mapping[str, Any]) -> None:
         """Plan to load what the checkpoint holds for each rank: the states of dataloaders and random generators (None).
@@ -262,7 +260,7 @@ class _Loading:
         entries = [stored.headers[file].entries for file in read]
         records = {key: TensorRecord(x.shape, DTYPES[x.format], file=read[0]) for key, x in entries[0].items()}
         for name, owner in objects.items():
-            value = decoded(values[0].get(name), entries[0])
+            value = decode(values[0].get(name), entries[0])
             is_equal = all(each.get(name) == values[0].get(name) for each in values) and all(
                 each[found.name].sums == entries[0][found.name].sums for each in entries for found in stored_in(value)
             )
@@ -300,27 +298,22 @@ class _Loading:
         Values of tensors that held others are copied last: what can fail has been done by then.
         """
         with OpenFiles(self.stored.folder) as files:
-            agree_or_raise(self.group, call, {}, self._read(verify, files, call))
+            agree_or_raise(self.group, call, {}, self._read(verify, files))
             loads = _Loads(self.group, call)
             loads.load(self.objects)
             for install in self.install:
                 install()
             loads.load(self.optimizers)
-            loads.agree(self._read(fill, files, call))
+            loads.agree(self._read(fill, files))
         if self.skipped and self.group.index == 0:
             warnings.warn(f"{call}: left as they are: {some(self.skipped)}", stacklevel=4)
         return self.extra()
 
-    def _read(
-        self, step: Callable[[OpenFiles, Reading, Callable[[int], None]], None], files: OpenFiles, call: str
-    ) -> CheckpointError | None:
+    def _read(self, step: Callable[[OpenFiles, Reading], None], files: OpenFiles) -> CheckpointError | None:
         """Run `verify` or `fill`; return the error of this rank."""
         assert self.reading is not None, "it is planned"
         try:
-            with ByteProgress(
-                f"{step.__name__}: {call}", self.reading.size_bytes, shown=self.group.index == 0
-            ) as progress:
-                step(files, self.reading, progress.add)
+            step(files, self.reading)
         except Exception as error:  # of the disk, or damage
             return fault_of(error)
         return None

@@ -16,11 +16,10 @@ import attrs
 import torch
 from xxhash import xxh3_64
 
-from shardtensor.checkpoint.encoding import dtype_named
-from shardtensor.checkpoint.exchange import region_view
 from shardtensor.checkpoint.reads import (
     BUFFER_BYTES,
     Copy,
+    Place,
     Read,
     SummedBlock,
     blocks_to_verify,
@@ -31,6 +30,7 @@ from shardtensor.checkpoint.reads import (
 from shardtensor.checkpoint.storage import THREADS, Folder, OpenFile, bytes_view
 from shardtensor.checkpoint.stored import Stored
 from shardtensor.checkpoint.targets import ReadTarget
+from shardtensor.checkpoint.values import dtype_named
 from shardtensor.errors import CheckpointError
 
 _PIECE_BYTES = 1 << 20  # stays in the cache of a core between the read and the checksum
@@ -88,11 +88,6 @@ class Reading:
             apart.update({(read.file, b.start): b for b in blocks_to_verify(read, stored.headers[read.file])})
         return cls(targets, first, list(apart.values()), second, locals_, indirect)
 
-    @property
-    def size_bytes(self) -> int:
-        """The bytes that are copied into tensors."""
-        return sum(read.stop - read.start for read in (*self.second, *(each for each, _ in self.first)))
-
 
 class OpenFiles:
     """The files of a folder, opened when they are first read; a context that closes them."""
@@ -117,13 +112,13 @@ class OpenFiles:
                 reader.close()
 
 
-def verify(files: OpenFiles, reading: Reading, progress: Callable[[int], None]) -> None:
+def verify(files: OpenFiles, reading: Reading) -> None:
     """Read values into new tensors, and verify the blocks of all.
 
     Raises:
         CheckpointError: a block is not what was saved; the error names its file and its tensor.
     """
-    fill_one = _filler(files, reading, progress)
+    fill_one = _filler(files, reading)
     scratch = threading.local()
 
     def verify_one(task: tuple[Read, list[SummedBlock]] | SummedBlock) -> None:
@@ -137,9 +132,9 @@ def verify(files: OpenFiles, reading: Reading, progress: Callable[[int], None]) 
     _in_threads(verify_one, [*reading.first, *reading.blocks])
 
 
-def fill(files: OpenFiles, reading: Reading, progress: Callable[[int], None]) -> None:
+def fill(files: OpenFiles, reading: Reading) -> None:
     """Read the values of tensors that held others."""
-    fill_one = _filler(files, reading, progress)
+    fill_one = _filler(files, reading)
     _in_threads(lambda read: fill_one(read, []), reading.second)
     with torch.no_grad():
         for tensor, i in reading.indirect:
@@ -148,9 +143,7 @@ def fill(files: OpenFiles, reading: Reading, progress: Callable[[int], None]) ->
     torch._C._increment_version(changed)  # autograd and `fully_shard` read versions
 
 
-def _filler(
-    files: OpenFiles, reading: Reading, progress: Callable[[int], None]
-) -> Callable[[Read, list[SummedBlock]], None]:
+def _filler(files: OpenFiles, reading: Reading) -> Callable[[Read, list[SummedBlock]], None]:
     """Return a function that runs one read, for several threads, which each have a buffer."""
     locals_ = reading.locals_
     on_cuda = {local.device for local in locals_ if local.is_cuda}
@@ -170,7 +163,6 @@ def _filler(
                 buffers.memory = torch.empty(max(size, BUFFER_BYTES), dtype=torch.uint8, pin_memory=bool(on_cuda))
             _read(files[read.file], bytes_view(buffers.memory)[:size], read, blocks)
             _copy_out(buffers.memory, read, locals_)
-        progress(size)
 
     return fill_one
 
@@ -213,9 +205,14 @@ def _copy_out(buffer: torch.Tensor, read: Read, locals_: Sequence[torch.Tensor])
             local = locals_[copy.local]
             values = values.view(local.dtype)
             found = values.as_strided(copy.sizes, copy.source.strides, values.storage_offset())
-            region_view(local, copy.target, copy.sizes).copy_(found, non_blocking=True)
+            _region_view(local, copy.target, copy.sizes).copy_(found, non_blocking=True)
     for stream in streams:
         stream.synchronize()
+
+
+def _region_view(local: torch.Tensor, place: Place, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Return the view of a region of a contiguous local tensor."""
+    return local.as_strided(sizes, place.strides, local.storage_offset() + place.first)
 
 
 def _in_threads(function: Callable[[Any], None], tasks: Iterable[Any]) -> None:

@@ -20,11 +20,9 @@ import attrs
 
 from shardtensor.checkpoint.checksums import fingerprints
 from shardtensor.checkpoint.contents import collect, config_texts, models_of
-from shardtensor.checkpoint.exchange import to_owners
-from shardtensor.checkpoint.files import files_and_records, index_texts, plan_files, writes_its_part
+from shardtensor.checkpoint.files import files_and_records, index_texts, plan_files, to_owners, writes_its_part
 from shardtensor.checkpoint.folders import OLD, PARTIAL, checkpoints_in, make_folder, sort_key
 from shardtensor.checkpoint.manifest import NAME, FileRecord, Manifest
-from shardtensor.checkpoint.progress import ByteProgress
 from shardtensor.checkpoint.storage import Folder
 from shardtensor.checkpoint.together import agree_or_raise, fault_of
 from shardtensor.checkpoint.writing import HostMemory, NewFile, write_files
@@ -227,9 +225,7 @@ class _Job:
         fault = None
         try:
             self.copied()
-            total = sum(file.size_bytes for file in self.files)
-            with ByteProgress(call, total, shown=group.index == 0) as progress:
-                written = write_files(self.partial, self.files, progress.add)
+            written = write_files(self.partial, self.files)
         except Exception as error:  # on one rank: the others raise it, too
             fault = _fault_of(error, self.partial)
         reports = group.exchange_objects({name: attrs.astuple(record) for name, record in written.items()})

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from shardtensor.checkpoint.encoding import StoredTensor, decoded, dtype_named
 from shardtensor.checkpoint.manifest import NAME, TensorRecord
 from shardtensor.checkpoint.reading import OpenFiles, Reading, fill, verify
 from shardtensor.checkpoint.storage import Folder
 from shardtensor.checkpoint.stored import open_checkpoint
 from shardtensor.checkpoint.targets import target_of
 from shardtensor.checkpoint.torch_trees import ConvertedState, sorted_out
+from shardtensor.checkpoint.values import StoredTensor, decode, dtype_named
 from shardtensor.comm.group import SingleRankGroup
 from shardtensor.errors import CheckpointError
 from shardtensor.layout.explain import dtype_name
@@ -93,7 +93,7 @@ def _stored(path: str | os.PathLike[str]) -> SourceCheckpoint:
         state.models[section][key] = StoredTensor(first)
     for section, value in manifest.values.items():
         kind = section.partition(".")[0]
-        found = decoded(value, manifest.tensors)
+        found = decode(value, manifest.tensors)
         if kind == "model":
             state.models.setdefault(section, {}).update(found)
         elif kind == "optimizer":
@@ -109,8 +109,8 @@ def _stored(path: str | os.PathLike[str]) -> SourceCheckpoint:
         targets = [target_of(name, each, made[name], SingleRankGroup()) for name, each in records.items()]
         reading = Reading.of(targets, stored)
         with OpenFiles(stored.folder) as files:
-            verify(files, reading, lambda count: None)
-            fill(files, reading, lambda count: None)
+            verify(files, reading)
+            fill(files, reading)
         return made
 
     return SourceCheckpoint("shardtensor" if stored.is_own else "hf", state, manifest.tensors, read)

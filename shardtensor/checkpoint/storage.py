@@ -7,7 +7,7 @@ import errno
 import os
 import posixpath
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -104,10 +104,10 @@ class Folder:
         for path in new[2:]:
             _sync_folder(path)
 
-    def write(self, name: str, parts: Sequence[Buffer], progress: Callable[[int], None] = lambda count: None) -> None:
+    def write(self, name: str, parts: Sequence[Buffer]) -> None:
         """Write a file that consists of `parts`, and wait until it is on the disk.
 
-        A local file of some size is written by several threads. `progress` is called with the bytes of each step.
+        A local file of some size is written by several threads.
         """
         path = self.at(name)
         self.fs.makedirs(posixpath.dirname(path), exist_ok=True)
@@ -115,11 +115,10 @@ class Folder:
             with self.fs.open(path, "wb") as file:
                 for part in parts:
                     file.write(part)
-                    progress(len(part))
             return
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            _write_all(handle, parts, progress)
+            _write_all(handle, parts)
             os.fsync(handle)
         finally:
             os.close(handle)
@@ -178,7 +177,7 @@ class OpenFile:
             self._handle = -1
 
 
-def _write_all(handle: int, parts: Sequence[Buffer], progress: Callable[[int], None]) -> None:
+def _write_all(handle: int, parts: Sequence[Buffer]) -> None:
     steps: list[tuple[memoryview, int]] = []
     end = 0
     for part in parts:
@@ -190,7 +189,6 @@ def _write_all(handle: int, parts: Sequence[Buffer], progress: Callable[[int], N
         view, at = step
         while view:
             count = os.pwrite(handle, view, at)
-            progress(count)
             view, at = view[count:], at + count
 
     if end < 2 * _STEP_BYTES:

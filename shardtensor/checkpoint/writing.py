@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import attrs
 import torch
@@ -35,14 +33,8 @@ class NewFile:
     parts: Sequence[FilePart]
     metadata: Mapping[str, str] = attrs.field(factory=dict)
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(part.values.numel() * part.values.element_size() for part in self.parts)
 
-
-def write_files(
-    folder: Folder, files: Sequence[NewFile], progress: Callable[[int], None] = lambda count: None
-) -> dict[str, FileRecord]:
+def write_files(folder: Folder, files: Sequence[NewFile]) -> dict[str, FileRecord]:
     """Write files whose tensors are on the CPU, and return their sizes and the checksums of their headers.
 
     The checksums of the tensors are computed first, by several threads, since the header that holds them comes first.
@@ -55,7 +47,7 @@ def write_files(
         header = make_header(
             [(part.name, part.dtype, part.shape) for part in file.parts], sums, {"format": "pt", **file.metadata}
         )
-        folder.write(file.name, [header, *views], progress)
+        folder.write(file.name, [header, *views])
         size = len(header) + sum(map(len, views))
         records[file.name] = FileRecord(size, xxh3_64_hexdigest(header))
     return records
@@ -64,11 +56,6 @@ def write_files(
 def checksums(view: memoryview) -> list[str]:
     """Return the checksum of each block of some bytes."""
     return [xxh3_64_hexdigest(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)]
-
-
-def own_metadata(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of a rank's file: the values that only this rank has."""
-    return {"rank_values": json.dumps(values)}
 
 
 class HostMemory:

@@ -71,7 +71,7 @@ def fully_shard(
             mesh["tp"], plan)``, are replaced by ShardedTensors; while the module runs, it holds DTensors as before.
         shard_placement_fn: how a parameter is sharded over the data ranks. None or ``"flat(dp)"``: a range ends
             anywhere; ``"flat(dp, unit=row)"`` or torch's ``Shard(0)``: between rows; ``"flat(dp, unit=16)"``: at
-            multiples of 16 elements; ``Shard(d)``: between slices of dim d; ``"only(dp, 1)"``: data rank 1 has all.
+            multiples of 16 elements; ``Shard(d)``: between slices of dim d.
         find_unused: exchange in each backward which parameters each rank used; the host waits for it. All ranks then
             have a gradient of each parameter that any rank used, and of no other. If False, all ranks must use the same
             parameters; if they do not, the next step raises a RuleError that names the parameters.
@@ -204,7 +204,7 @@ def _placement(info: ParamInfo, data_mesh: DataMesh, placement: Callable[[nn.Par
     shape, tp_spec = tuple(info.values.shape), info.tp_spec
     axis, is_named = (data_mesh.axis, data_mesh.is_named) if tp_spec is None else (tp_spec.axis, True)
     requested = placement(info.param)  # type: ignore[arg-type]
-    found = ShardPlacement.of(requested, info.name, shape, axis, is_named, data_mesh.shard.size)
+    found = ShardPlacement.of(requested, info.name, shape, axis, is_named)
     if found.dim is not None and tp_spec is not None and tp_spec.layout.dims[found.dim] is not None:
         raise LayoutError(
             f"shard_placement_fn cuts dim {found.dim} of `{info.name}`, which is cut already",
@@ -224,17 +224,10 @@ def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Modul
 def _groups(params_info: list[ParamInfo]) -> list[list[ParamInfo]]:
     """Return the parameter groups, each gathered and reduced as one: of one dtype, and all frozen or all trained.
 
-    A parameter whose parts differ in size between ranks gets its own group, unless one rank holds all of it.
+    A parameter whose parts differ in size between ranks gets its own group.
     """
-    alone = [id(info) if info.is_alone and info.placement.owner is None else None for info in params_info]
-    groups = parameter_groups(
-        [
-            (info.param.dtype, info.param.requires_grad, by_itself)
-            for info, by_itself in zip(params_info, alone, strict=True)
-        ],
-        [info.placement.owner for info in params_info],
-    )
-    return [[params_info[i] for i in members] for members in groups]
+    kinds = [(info.param.dtype, info.param.requires_grad, info.is_alone and id(info)) for info in params_info]
+    return [[params_info[i] for i in members] for members in parameter_groups(kinds)]
 
 
 def move_rest(modules: Sequence[nn.Module], device: torch.device, ignored: set[int]) -> None:

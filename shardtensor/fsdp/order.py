@@ -22,6 +22,7 @@ from shardtensor.comm.rendezvous import Rendezvous, rendezvous_of
 from shardtensor.errors import AbsentRankError, CallMismatchError
 
 _NUMBER = Struct("<i")
+_END = -1  # in place of the number of a unit: the end of a pass
 _GRACE_S = 10.0  # between the timeouts of different ranks
 _made: Counter[tuple[int, ...]] = Counter()  # orders of the same ranks; it gives a rendezvous one name on all ranks
 
@@ -94,14 +95,10 @@ class ExecutionOrder:
         """Return the units after the last one visited; none while the order is recorded."""
         return iter(()) if self.is_recording else islice(self._order, self._next, None)
 
-    def end(self, calls: int = 0) -> Sequence[int]:
-        """End a pass; return the units that other ranks visit after this rank's last one, to gather them here too.
-
-        Args:
-            calls: the number of calls of modules, which must be the same on all ranks.
-        """
+    def end(self) -> Sequence[int]:
+        """End a pass; return the units that other ranks visit after this rank's last one, to gather them here too."""
         if self.is_recording:
-            self._compare(-1 - calls)
+            self._compare(_END)
             if not self.has_left_order:
                 self._orders[self._kind] = self._order
             self.is_recording, self._next = False, len(self._order)
@@ -120,7 +117,7 @@ class ExecutionOrder:
         return self._kind[0] if isinstance(self._kind, tuple) else "pass"
 
     def _compare(self, unit: int) -> None:
-        """Return if all ranks are at the same unit, or all at the end (below zero).
+        """Return if all ranks are at the same unit, or all at the end.
 
         Raises:
             CallMismatchError: they are not; all ranks raise it with the same text.
@@ -129,7 +126,7 @@ class ExecutionOrder:
         if len(set(found)) == 1:
             return
         where = {
-            rank: self._title(number) if number >= 0 else f"the end of the {self._name()} after {-1 - number} calls"
+            rank: self._title(number) if number != _END else f"the end of the {self._name()}"
             for rank, number in zip(self._group.ranks, found, strict=True)
         }
         facts = {name_ranks(ranks): text for text, ranks in ranks_by_value(where).items()}

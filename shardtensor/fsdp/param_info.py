@@ -22,7 +22,7 @@ from shardtensor.comm.process_group import as_group, simulated
 from shardtensor.errors import LayoutError
 from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.layout.layout import MeshLayout, has_equal_parts
-from shardtensor.layout.ranges import ANYWHERE, Ranges, ShardPlacement, lay_out, lay_out_alone, lay_out_owned
+from shardtensor.layout.ranges import ANYWHERE, Ranges, ShardPlacement, lay_out, lay_out_alone
 from shardtensor.mesh import Mesh
 from shardtensor.spec.nodes import ShardingSpec, Spec
 from shardtensor.tensor.dispatch import is_dtensor
@@ -181,10 +181,6 @@ class ParamInfo:
 def ranges_of(params_info: Sequence[ParamInfo], ranks: int) -> Ranges:
     """Return the ranges of a flat buffer of parameters that are gathered together."""
     lengths = [info.values.numel() for info in params_info]
-    owners = [info.placement.owner for info in params_info if info.placement.owner is not None]
-    if owners:
-        assert len(owners) == len(params_info), "parameters with owners have a group of their own"
-        return lay_out_owned(lengths, ranks, owners)
     if params_info[0].is_alone:
         return lay_out_alone(lengths[0], ranks, params_info[0].grain)
     return lay_out(lengths, ranks, [info.grain for info in params_info])

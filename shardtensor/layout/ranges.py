@@ -220,14 +220,13 @@ def name_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def parameter_groups(kinds: Sequence[Hashable], owners: Sequence[int | None] | None = None) -> list[list[int]]:
+def parameter_groups(kinds: Sequence[Hashable]) -> list[list[int]]:
     """Return the numbers of parameters that are gathered together, in the order of their places in the buffer.
-    A group has one kind; parameters that one rank holds whole are in the order of their owners."""
-    owner_of = owners or [None] * len(kinds)
+    A group has one kind."""
     alike: dict[Hashable, list[int]] = {}
     for i, kind in enumerate(kinds):
-        alike.setdefault((kind, owner_of[i] is not None), []).append(i)
-    return [sorted(members, key=lambda i: owner_of[i] or 0) for members in alike.values()]
+        alike.setdefault(kind, []).append(i)
+    return list(alike.values())
 
 
 @attrs.frozen
@@ -265,48 +264,38 @@ Shape = tuple[int, ...]
 class ShardPlacement:
     """How a parameter is sharded into ranges of its elements, in row-major order or with `dim` moved to the front.
 
-    No range ends inside `unit` elements, or inside a row; `dim`, not the first, is sharded in whole slices; data rank
-    `owner` holds all of it. `axis` is the user's name of the data axis; None if the user gave none.
+    No range ends inside `unit` elements, or inside a row; `dim`, not the first, is sharded in whole slices. `axis` is
+    the user's name of the data axis; None if the user gave none.
     """
 
     unit: int | Literal["row"] = 1
     dim: int | None = None
-    owner: int | None = None
     axis: str | None = None
 
     @classmethod
-    def of(cls, result: Any, name: str, shape: Shape, axis: str, is_named: bool, ranks: int) -> ShardPlacement:
-        """Parse the result of `shard_placement_fn` for a parameter: None; ``flat(dp)``, ``flat(dp, unit=row)``,
-        ``flat(dp, unit=16)`` or ``only(dp, 1)``, as a spec or text; or torch's ``Shard(dim)``.
+    def of(cls, result: Any, name: str, shape: Shape, axis: str, is_named: bool) -> ShardPlacement:
+        """Parse the result of `shard_placement_fn` for a parameter: None; ``flat(dp)``, ``flat(dp, unit=row)`` or
+        ``flat(dp, unit=16)``, as a spec or text; or torch's ``Shard(dim)``.
 
-        `axis`, `is_named` and `ranks` are the data axis, whether the mesh gave it this name, and its size.
+        `axis` is the data axis; `is_named` is whether the mesh gave it this name.
         """
         if result is None:
             return ANYWHERE
         if type(result).__name__ == "Shard" and isinstance(getattr(result, "dim", None), int):
             return cls._along(result.dim, name, shape)
         spec = as_spec(result)
-        flat, only = getattr(spec, "flat_part", None), getattr(spec, "only_part", None)
-        is_cut = not isinstance(spec, Spec) or spec.dims or spec.named or spec.partial_parts
-        if is_cut or (flat is None) == (only is None) or (flat is not None and flat.sizes is not None):
+        if not isinstance(spec, Spec) or spec.dims or spec.named or spec.partial_parts or spec.only_part:
             raise _refusal(result, name)
-        axes = flat.axes if flat is not None else (only.axis,)  # type: ignore[union-attr]
-        if len(axes) != 1 or (is_named and axes[0] != axis):
+        flat = spec.flat_part
+        if flat is None or flat.sizes is not None:
+            raise _refusal(result, name)
+        if len(flat.axes) != 1 or (is_named and flat.axes[0] != axis):
             raise LayoutError(
-                f"shard_placement_fn cuts `{name}` over {'*'.join(axes)}, but the data axis is {axis}",
+                f"shard_placement_fn cuts `{name}` over {'*'.join(flat.axes)}, but the data axis is {axis}",
                 {"spec": str(spec)},
                 f"write flat({axis}), or pass a mesh whose last axis is the one to cut over",
             )
-        if flat is not None:
-            return cls(unit=flat.unit, axis=axes[0])
-        assert only is not None
-        if only.index >= ranks:
-            raise LayoutError(
-                f"shard_placement_fn gives `{name}` to data rank {only.index}, and there are {ranks}",
-                {"spec": str(spec)},
-                f"use 0 to {ranks - 1}",
-            )
-        return cls(owner=only.index, axis=axes[0]) if shape else cls(axis=axes[0])
+        return cls(unit=flat.unit, axis=flat.axes[0])
 
     @classmethod
     def _along(cls, dim: int, name: str, shape: Shape) -> ShardPlacement:
@@ -321,8 +310,6 @@ class ShardPlacement:
 
     def grain(self, shape: Shape) -> int:
         """Return the number of consecutive stored elements, of a parameter of this shape, that no range splits."""
-        if self.owner is not None:
-            return max(math.prod(shape), 1)
         if self.dim is not None:
             return max(math.prod(shape) // max(shape[self.dim], 1), 1)
         return max(math.prod(shape[1:]), 1) if self.unit == "row" else self.unit
@@ -346,8 +333,6 @@ class ShardPlacement:
         """
         axis = axis if self.axis is None else self.axis
         base = Replicate() if inner is None else inner
-        if self.owner is not None:
-            return base.only(axis, self.owner)
         if self.dim is None:
             return base.flat(axis, unit=self.unit, sizes=sizes)
         grain = self.grain(shape)
@@ -368,7 +353,6 @@ def _refusal(result: Any, name: str) -> LayoutError:
         [
             "return None or flat(dp), and ranges end anywhere; flat(dp, unit=row), and rows stay whole;"
             " flat(dp, unit=16), and ranges of 16 elements do",
-            "return only(dp, 1), and data rank 1 holds all of it",
             "return torch's Shard(dim)",
         ],
     )

@@ -19,9 +19,9 @@ from mutated import MOST_S, Mutants, checkpoints
 from small_run import Run
 
 import shardtensor as st
-from shardtensor.checkpoint.encoding import decoded
 from shardtensor.checkpoint.manifest import read_manifest
 from shardtensor.checkpoint.tensor_file import read_header, size_in_file
+from shardtensor.checkpoint.values import decode
 from shardtensor.sim.simulate import simulate
 
 COUNT = 10_000 if FULL else 1500
@@ -135,7 +135,7 @@ def test_nested_values_end_in_an_error(tmp_path, depth):
 def test_a_dtype_is_looked_up_in_a_table(tag, name):
     """Not among all names of torch, of which some import modules."""
     with pytest.raises(st.CheckpointError, match="dtype"):
-        decoded({tag: name if tag == "$dtype" else [name, 1.0]}, {})
+        decode({tag: name if tag == "$dtype" else [name, 1.0]}, {})
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_dtype_is_looked_up_in_a_table(tag, name):
 )  # fmt: skip
 def test_values_that_nothing_encodes_to_are_refused(value):
     with pytest.raises(st.CheckpointError):
-        decoded(value, {})
+        decode(value, {})
 
 
 def test_bytes_of_a_shape_are_counted_without_large_numbers():

@@ -131,15 +131,6 @@ CASES: dict[str, Case] = {
         },
         mesh="dp=2",
     ),
-    "a rank that is not there": Case(
-        lambda: fully_shard(mlp(), shard_placement_fn=lambda p: "only(dp, 2)"),
-        {
-            "use 0 to 1": lambda: [
-                fully_shard(mlp(), shard_placement_fn=lambda p, i=i: f"only(dp, {i})") for i in (0, 1)
-            ]
-        },
-        mesh="dp=2",
-    ),
     "a placement that has no meaning": Case(
         lambda: fully_shard(mlp(), shard_placement_fn=lambda p: "[dp balanced, ...]"),
         {
@@ -147,7 +138,6 @@ CASES: dict[str, Case] = {
                 fully_shard(mlp(), shard_placement_fn=lambda p, form=form: form)
                 for form in (None, "flat(dp)", "flat(dp, unit=row)", "flat(dp, unit=16)")
             ],
-            "return only(dp, 1)": lambda: fully_shard(mlp(), shard_placement_fn=lambda p: "only(dp, 1)"),
             "return torch's Shard(dim)": lambda: fully_shard(mlp(), shard_placement_fn=lambda p: Shard(0)),
         },
         mesh="dp=2",

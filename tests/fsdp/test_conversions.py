@@ -258,7 +258,7 @@ FORMS = {
     "rows": lambda p: "flat(dp, unit=row)",
     "dim 0": lambda p: Shard(0),
     "dim 1": lambda p: Shard(p.dim() - 1),
-    "owners": lambda p: f"only(dp, {p.numel() % as_group().size})",
+    "sixteens": lambda p: "flat(dp, unit=16)",
 }
 
 

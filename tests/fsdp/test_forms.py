@@ -79,10 +79,9 @@ FORMS = {
     "rows": "flat(dp, unit=row)",
     "stretches": "flat(dp, unit=16)",
     "long stretches": "flat(dp, unit=1000)",
-    "owner": "only(dp, 0)",
     "mixed": {
         "first.weight": "flat(dp, unit=row)",
-        "first.bias": "only(dp, 0)",
+        "first.bias": "flat(dp, unit=6)",
         "conv.weight": "flat(dp, unit=9)",
         "last.weight": Shard(1),
     },
@@ -98,27 +97,13 @@ def test_results_are_the_dense_ones(world, size, forms):
 
 
 @sim
-@pytest.mark.parametrize("forms", [FORMS["mixed"], FORMS["columns"], FORMS["owner"]], ids=["mixed", "columns", "owner"])
+@pytest.mark.parametrize("forms", [FORMS["mixed"], FORMS["columns"]], ids=["mixed", "columns"])
 def test_two_copies(world, forms):
     world(steps, 4, forms=forms, mesh=(("rep", 2), ("dp", 2)))
 
 
 def test_in_real_processes(world):
     world(steps, 3, forms=FORMS["mixed"])
-
-
-def owners():
-    group = as_group()
-    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
-    turn = iter(range(5))
-    fully_shard(module, shard_placement_fn=lambda param: f"only(dp, {next(turn) % group.size})")
-    return [tuple(p.local_tensor().shape) if p.local_shards() else None for p in module.parameters()]
-
-
-@sim
-def test_an_owner_holds_the_matrix_and_others_nothing(world):
-    whole = (4, 4)
-    assert world(owners, 2) == [[whole, None, whole, None, whole], [None, whole, None, whole, None]]
 
 
 def specs():
@@ -144,7 +129,7 @@ REFUSED = {
     "a cut": ("[dp, -]", "what fully_shard cannot do"),
     "sizes": ("flat(dp, sizes=(1, 1))", "what fully_shard cannot do"),
     "copies": ("replicate", "what fully_shard cannot do"),
-    "no such rank": ("only(dp, 2)", "there are 2"),
+    "one rank": ("only(dp, 1)", "what fully_shard cannot do"),
     "no such dim": (Shard(2), "which has"),
     "two axes": ("flat(rep*dp)", "the data axis is dp"),
 }

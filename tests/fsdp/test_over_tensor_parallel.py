@@ -85,13 +85,11 @@ UNEQUAL = {
     "rows": ({"0.weight": "[tp sizes(5, 3), -]", "3.weight": "[-, tp sizes(5, 3)]"}, "flat(dp, unit=row)"),
     "another dim": ({"0.weight": "[tp sizes(5, 3), -]", "3.weight": "[-, tp sizes(5, 3)]"}, "dim"),
     "another dim, and none of it": ({"0.weight": "[tp sizes(8, 0), -]", "3.weight": "[-, tp sizes(0, 8)]"}, "dim"),
-    "one rank's": ({"0.weight": "[tp sizes(5, 3), -]", "3.weight": "[-, tp sizes(5, 3)]"}, "only(dp, {})"),
 }
 
 
 def train_unequal(name, dp, tp):
     plan, form = UNEQUAL[name]
-    form = form and form.format(dp - 1)
 
     def forms(param):
         cut = isinstance(param, st.ShardedTensor) and param._layout.cut_dims
@@ -126,7 +124,7 @@ def rows(param):
 def other_dim(param):
     if isinstance(param, st.ShardedTensor) and str(param.sharding_spec()) == "[tp, -]":
         return Shard(1)
-    return "only(dp, 1)"
+    return "flat(dp, unit=16)"
 
 
 @sim

@@ -15,11 +15,11 @@ from shardtensor.layout.bind import bind
 from shardtensor.layout.ranges import ANYWHERE, ShardPlacement
 from shardtensor.mesh import Mesh
 
-ASKED = [None, "flat(dp)", "flat(dp, unit=row)", "flat(dp, unit=4)", "only(dp, 1)", Shard(0), Shard(1), Shard(-1)]
+ASKED = [None, "flat(dp)", "flat(dp, unit=row)", "flat(dp, unit=4)", Shard(0), Shard(1), Shard(-1)]
 
 
 def form(asked: Any, shape: tuple[int, ...]) -> ShardPlacement:
-    return ShardPlacement.of(asked, "w", shape, "dp", True, 3)
+    return ShardPlacement.of(asked, "w", shape, "dp", True)
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=str)
@@ -31,7 +31,7 @@ def test_what_is_stored_is_shown_again(asked):
         assert stored.shape == (x.numel(),)
         assert torch.equal(cut.as_param(stored, shape), x)
         grain = cut.grain(shape)
-        whole_rows = {"flat(dp)": 1, None: 1, "flat(dp, unit=4)": 4, "only(dp, 1)": x.numel()}
+        whole_rows = {"flat(dp)": 1, None: 1, "flat(dp, unit=4)": 4}
         dim = asked.dim % len(shape) if isinstance(asked, Shard) else 0
         assert grain == whole_rows.get(asked if not isinstance(asked, Shard) else "", x.numel() // shape[dim])
         if isinstance(asked, Shard):  # a stretch of grains is a stretch along the dim
@@ -47,20 +47,13 @@ def test_a_spec_puts_on_each_rank_what_its_range_holds():
         for counts in ((2, 1), (1, 1), (0, 3)):
             first, second = (min(count * grain, total) for count in counts)
             sizes = (first, min(second, total - first), total - first - min(second, total - first))
-            layout = bind(cut.spec(None, shape, "dp", None if cut.owner is not None else sizes), shape, mesh)
+            layout = bind(cut.spec(None, shape, "dp", sizes), shape, mesh)
             x = torch.arange(total).view(shape)
             stored = cut.stored(x)
             starts = (0, sizes[0], sizes[0] + sizes[1])
             for rank in range(3):
                 held = {int(i) for box in layout.boxes(rank) for i in x[box.slices].flatten()}
-                if cut.owner is not None:
-                    assert held == (set(range(total)) if rank == 1 else set())
-                else:
-                    assert held == set(stored[starts[rank] : starts[rank] + sizes[rank]].tolist()), (
-                        asked,
-                        shape,
-                        sizes,
-                    )
+                assert held == set(stored[starts[rank] : starts[rank] + sizes[rank]].tolist()), (asked, shape, sizes)
 
 
 def test_even_stretches_are_said_without_sizes():
@@ -79,8 +72,7 @@ def test_even_stretches_are_said_without_sizes():
         ("[-] partial(dp)", "what fully_shard cannot do"),
         ("flat(tp)", "over tp, but the data axis is dp"),
         ("flat(dp*tp)", r"over dp\*tp, but the data axis is dp"),
-        ("only(tp, 0)", "over tp, but the data axis is dp"),
-        ("only(dp, 3)", "to data rank 3, and there are 3"),
+        ("only(dp, 1)", "what fully_shard cannot do"),
         (Shard(2), "cuts dim 2 of `w`, which has 2 dims"),
         (Shard(-3), "cuts dim -3 of `w`, which has 2 dims"),
     ],
@@ -100,7 +92,5 @@ def test_only_a_shard_of_a_dim_is_torchs():
 
 
 def test_an_axis_without_a_name_goes_by_any():
-    assert ShardPlacement.of("flat(any)", "w", (4,), "dp", False, 3) == ShardPlacement(axis="any")
-    assert ShardPlacement.of("only(any, 2)", "w", (4,), "dp", False, 3) == ShardPlacement(owner=2, axis="any")
-    assert ShardPlacement.of("only(dp, 1)", "w", (), "dp", True, 3) == ShardPlacement(axis="dp"), "a number has a range"
+    assert ShardPlacement.of("flat(any)", "w", (4,), "dp", False) == ShardPlacement(axis="any")
     assert form(None, (4,)) is ANYWHERE and form(Shard(0), (4, 6)) == ShardPlacement(unit="row")

@@ -3,7 +3,6 @@ new values to all ranks."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,20 +21,15 @@ from shardtensor.optim.state import start_state
 from shardtensor.optim.update_units import UpdateUnit, update_unit
 from shardtensor.optim.zero.arguments import (
     OWN_KEYS,
-    REDUCED_TWICE,
     agree_on,
     as_groups,
     check_arguments,
-    copy_group,
     copy_options,
-    one_axis,
     options_text,
 )
-from shardtensor.optim.zero.division import Division
+from shardtensor.optim.zero.division import Division, OffloadedState, PartStep
 from shardtensor.optim.zero.gradients import PartitionedGradients
-from shardtensor.optim.zero.part_step import OffloadedState, PartStep
-from shardtensor.optim.zero.state import HeldState, PartitionedState
-from shardtensor.optim.zero.state_dicts import StateDicts
+from shardtensor.optim.zero.state import HeldState, PartitionedState, StateDicts
 from shardtensor.optim.zero.values import ForwardWaits
 
 if TYPE_CHECKING:
@@ -65,9 +59,9 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
         partition: ``"owners"``: each parameter is stepped by one rank; the largest parameters are assigned first, each
             to the rank with the fewest elements. ``"ranges"``: parameters are views of flat buffers, of which each rank
             steps an equal range, whatever their sizes. A range does not divide what the class updates together: an
-            element for torch's elementwise classes, a row or a parameter for others. Your class states it as its
-            attribute ``update_unit``: ``"element"``, ``"row"`` or, by default, ``"parameter"``. None: owners;
-            ranges for elementwise classes with `overlap_gradients`.
+            element for torch's elementwise classes, a parameter for others. Your class states it as its attribute
+            ``update_unit``: ``"element"`` or, by default, ``"parameter"``. None: owners; ranges for elementwise classes
+            with `overlap_gradients`.
         overlap_gradients: backward averages the gradients over the ranks, without DDP (ZeRO stage 2). It starts a
             reduce-scatter when all gradients of a bucket are computed. Afterwards ``param.grad`` is a ShardedTensor
             with the global shape of the parameter; this rank holds the elements that it steps. Every rank calls
@@ -107,8 +101,6 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
         [0.5, 0.5]
     """
 
-    _is_copy = False  # while it is deep-copied: a rank may copy it alone
-
     def __init__(
         self,
         params: Params,
@@ -125,7 +117,10 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
         **defaults: Any,
     ) -> None:
         groups = as_groups(params)
-        self._arguments = {"optimizer_class": optimizer_class, "process_group": process_group, **defaults} | {
+        self.unit: UpdateUnit = update_unit(optimizer_class)
+        if partition is None:
+            partition = "ranges" if overlap_gradients and self.unit == "element" else "owners"
+        options = {
             "parameters_as_bucket_view": parameters_as_bucket_view,
             "overlap_with_ddp": overlap_with_ddp,
             "partition": partition,
@@ -134,23 +129,20 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
             "offload_state": offload_state,
             "bucket_mib": bucket_mib,
         }
-        self.unit: UpdateUnit = update_unit(optimizer_class)
-        if partition is None:
-            partition = "ranges" if overlap_gradients and self.unit == "element" else "owners"
-        check_arguments(self._arguments, self.unit, partition, groups)
+        check_arguments(options, self.unit, optimizer_class, groups)
         self.overlap_with_ddp, self.partition = overlap_with_ddp, partition
         self.parameters_as_bucket_view, self.optimizer_class = parameters_as_bucket_view, optimizer_class
-        self._options = defaults
+        self._options, self._module, self._reduces = defaults, module, overlap_gradients
         self._is_built = False
         optim.Optimizer.__init__(self, groups, defaults)
         Joinable.__init__(self)
         self._is_built = True
-        self.group: Group = one_axis(as_group(process_group))
+        ranks = as_group(process_group)
+        self.group: Group = ranks if ranks.mesh is None else ranks.subgroup(list(ranks.ranks))  # one axis
         self.process_group = self.group.process_group
         self.gradients: PartitionedGradients | None = None
-        if not self._is_copy:
-            options = options_text(self._arguments, partition, defaults)
-            agree_on(self.group, "ZeroRedundancyOptimizer", options, self.param_groups, fault=self._reduced_already())
+        text = options_text(optimizer_class, defaults, options)
+        agree_on(self.group, "ZeroRedundancyOptimizer", text, self.param_groups, fault=self._reduced_already())
         starts_with_state = False
         if self.unit == "element":  # some classes make state in their constructor; all check their arguments there
             starts_with_state = bool(self._make([{"params": [torch.zeros(1, requires_grad=True)]}]).state)
@@ -159,7 +151,7 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
             as_views=parameters_as_bucket_view,
             is_reduced=overlap_gradients,
         )
-        self.partitioned = PartitionedState(self.group, by_rows=self.unit == "row")
+        self.partitioned = PartitionedState(self.group)
         for group in self.param_groups:
             self._divide(group)
         self.optim = self._make([self._inner_group(group) for group in self.param_groups])
@@ -181,35 +173,17 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
     def _hook_buckets(self) -> None:
         """Reduce the gradients of all buckets in backward, and wait for their values in forward, from now on."""
         if self.gradients is not None:
-            if not self._is_copy:
-                self._division.copy_from_first()
+            self._division.copy_from_first()
             self.gradients.set_buckets(self._division.buckets)
         if self._waits is not None:
             self._waits.remove()
-        module, buckets = self._arguments["module"], self._division.buckets
+        module, buckets = self._module, self._division.buckets
         self._waits = ForwardWaits(module, buckets) if module is not None and buckets else None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroRedundancyOptimizer:
-        self.wait()
-        self.synchronize()
-        copied = object.__new__(type(self))
-        memo[id(self)] = copied
-        copied._is_copy = True
-        groups = [copy_group(group, memo) for group in self.param_groups]
-        module = copy.deepcopy(self._arguments["module"], memo)
-        copied.__init__(groups, **(self._arguments | {"module": module}))  # type: ignore[misc]
-        for old, new in zip(self.partitioned.records.values(), copied.partitioned.records.values(), strict=True):
-            state = self.flat_groups.state_of(old.leaf)
-            if state:
-                copied.optim.state[new.leaf] = copy.deepcopy(dict(state), memo)
-        with torch.no_grad():  # the module may have been copied before `wait`
-            torch._foreach_copy_(copied._all_params, self._all_params)
-        copied.state.is_anywhere = self.state.is_anywhere
-        copied._is_copy = False
-        return copied
-
     def __reduce__(self) -> Any:
-        raise TypeError("a ZeroRedundancyOptimizer cannot be pickled: it has a process group. Save its state_dict()")
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be copied or pickled: it has a process group. Save its state_dict()"
+        )
 
     def _make(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
         return self.optimizer_class(groups, **self._options)
@@ -244,20 +218,20 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
 
     def _reduced_already(self) -> LayoutError | None:
         """Return the error if the gradient of a parameter is reduced by something else."""
-        if not self._arguments["overlap_gradients"]:
+        if not self._reduces:
             return None
         groups = self.param_groups
         names = [name for group in groups for name in group.get("param_names") or [""] * len(group["params"])]
         named = [(name or str(i), param) for i, (name, param) in enumerate(zip(names, self._all_params, strict=True))]
-        return reduced_already(named, REDUCED_TWICE, None if self.gradients is None else self.gradients.reducer)
+        fix = "delete the other optimizer first (del), or leave overlap_gradients out"
+        return reduced_already(named, fix, None if self.gradients is None else self.gradients.reducer)
 
     def _divide(self, group: Mapping[str, Any]) -> None:
         """Decide which rank steps which parameter of a group, and how their new values are sent."""
         params, first = group["params"], len(self.partitioned.records)
         names = group.get("param_names") or [str(first + i) for i in range(len(params))]
-        parts = self._division.divide(params)
-        for i, (name, param) in enumerate(zip(names, params, strict=True)):
-            self.partitioned.add(name, param, parts.leaves.get(i), parts.owners[i], parts.sizes[i])
+        for name, param, part in zip(names, params, self._division.divide(params), strict=True):
+            self.partitioned.add(name, param, *part)
 
     def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         leaves = [self.partitioned.leaf_of(param) for param in group["params"]]

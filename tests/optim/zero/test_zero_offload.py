@@ -11,7 +11,7 @@ from zero_models import assert_equal, set_grads, twins, zero
 
 import shardtensor as st
 from shardtensor.comm import streams
-from shardtensor.optim.zero.part_step import OffloadedState
+from shardtensor.optim.zero.division import OffloadedState
 
 
 def on_the_cpu(mode):
@@ -87,7 +87,7 @@ class StandIn:
 @pytest.fixture
 def offloaded(monkeypatch: pytest.MonkeyPatch) -> tuple[OffloadedState, optim.Optimizer, Log]:
     log = Log()
-    monkeypatch.setattr("shardtensor.optim.zero.part_step.Streams", lambda device: StandIn(log))
+    monkeypatch.setattr("shardtensor.optim.zero.division.Streams", lambda device: StandIn(log))
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda x, **kw: empty_like(x, **{**kw, "pin_memory": False}))
     params = [nn.Parameter(torch.full((3,), float(i))) for i in range(4)]
