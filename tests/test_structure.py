@@ -24,7 +24,7 @@ LINES = 50_650
 IN_CIRCLES: dict[str, int] = {}
 DEFINED_TWICE = 23
 LATE_IMPORTS = 16
-OF_ONE_IMPORTER = 52
+OF_ONE_IMPORTER = 53
 """What there is today of each; a commit that takes some away lowers the number, and only a feature raises it."""
 
 OWN_CODE = {"broadcast_object", "custom_ops", "ported", "rrefs"}

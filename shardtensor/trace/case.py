@@ -16,8 +16,8 @@ from shardtensor.plan.match.resolve import resolve
 from shardtensor.plan.plan import Plan
 from shardtensor.plan.text.reading import read_plan
 from shardtensor.trace.example import with_noise
+from shardtensor.trace.layers import kind_of_layer, lists_of_layers
 from shardtensor.trace.small import small_configs, with_layers
-from shardtensor.trace.step import kind_of_layer, lists_of_layers
 
 MOST = 1 << 26
 """The largest number of parameters of a small model: in float64, it, its gradients and all shards take 2 GB."""

@@ -364,7 +364,7 @@ def test_layers_that_are_alike_count_as_often_as_there_are(name, monkeypatch):
     world, params, sizes = CASES[name]
     plan, module = load_plan(DECODER, world=world, **params), Decoder(**sizes, layers=20)
     few = trace_step(module, plan, loss_of)
-    monkeypatch.setattr("shardtensor.trace.step.DEEP", 100)
+    monkeypatch.setattr("shardtensor.trace.layers.DEEP", 100)
     assert few == trace_step(module, plan, loss_of)
 
 
@@ -373,7 +373,7 @@ def test_stored_layers_that_are_alike_count_as_often_as_there_are(name, monkeypa
     world, params, sizes = STACKS[name]
     plan, module = load_plan(STORED, world=world, **params), Stack(**sizes, blocks=20)
     few = trace_step(module, plan, loss_of)
-    monkeypatch.setattr("shardtensor.trace.step.DEEP", 100)
+    monkeypatch.setattr("shardtensor.trace.layers.DEEP", 100)
     assert few == trace_step(module, plan, loss_of)
 
 
@@ -385,7 +385,7 @@ FIRST = f"layers.{{{','.join(map(str, range(8)))}}}"
 def test_checkpointed_layers_that_are_alike_count_as_often_as_there_are(checkpointed, monkeypatch):
     plan, module = load_plan(DECODER, world=2, sp=True), Decoder(layers=17)
     few = trace_step(module, plan, loss_of, checkpointed=checkpointed)
-    monkeypatch.setattr("shardtensor.trace.step.DEEP", 100)
+    monkeypatch.setattr("shardtensor.trace.layers.DEEP", 100)
     every = trace_step(module, plan, loss_of, checkpointed=checkpointed)
     assert set(few.collectives) == set(every.collectives)
     assert attrs.evolve(few, collectives=()) == attrs.evolve(every, collectives=())
@@ -400,7 +400,7 @@ def test_the_peak_of_many_layers_may_come_at_another_moment_than_that_of_a_few(
     """With few of them it comes with the logits, with many at the end of backward, where all gradients are there."""
     plan, module = load_plan(DECODER, world=2, sp=True), Decoder(layers=layers, words=words)
     few = trace_step(module, plan, loss_of, checkpointed=checkpointed)
-    monkeypatch.setattr("shardtensor.trace.step.DEEP", 100)
+    monkeypatch.setattr("shardtensor.trace.layers.DEEP", 100)
     assert few.peak_bytes == trace_step(module, plan, loss_of, checkpointed=checkpointed).peak_bytes
 
 
