@@ -53,6 +53,7 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "flows": lambda module: st.shard_module(module, FLOWS),
     "fully_shard": lambda module: st.fully_shard(module),
     "units": lambda module: [st.fully_shard(child) for child in [*module, module]],
+    "rows": lambda module: st.fully_shard(module, shard_placement_fn=lambda _: "flat(tp, unit=row)"),
     "both": _both,
     "unsharded again": lambda module: st.unshard_module(st.shard_module(module, {"0.weight": "[tp, -]"})),
 }
