@@ -13,7 +13,7 @@ import torch
 from shardtensor.checkpoint.contents import Contents
 from shardtensor.checkpoint.items import Item, parts_of
 from shardtensor.checkpoint.manifest import INDEX, TensorRecord, describe, folder_of, rank_file
-from shardtensor.checkpoint.writing import FilePart, NewFile
+from shardtensor.checkpoint.writing import FilePart, NewFile, own_metadata
 from shardtensor.comm.group import Group
 from shardtensor.layout.box import whole
 from shardtensor.layout.holders import holders, replica_count, replica_of
@@ -129,8 +129,7 @@ def files_and_records(
                 parts.append(FilePart(item.name, item.dtype, tuple(values.shape), values.contiguous()))
     for item in (copied.get(name, own) for name, own in made.own_items.items()):
         parts.append(FilePart(item.name, item.dtype, item.shape, item.local.contiguous()))
-    metadata = {"rank_values": json.dumps(made.own_values)}  # which only this rank has
-    own = NewFile(rank_file(group.rank, max(group.ranks) + 1), parts, metadata)
+    own = NewFile(rank_file(group.rank, max(group.ranks) + 1), parts, own_metadata(made.own_values))
     return [own, *(NewFile(name, each) for name, each in model_files.items())], records
 
 

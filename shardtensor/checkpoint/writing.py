@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import attrs
 import torch
@@ -56,6 +58,11 @@ def write_files(folder: Folder, files: Sequence[NewFile]) -> dict[str, FileRecor
 def checksums(view: memoryview) -> list[str]:
     """Return the checksum of each block of some bytes."""
     return [xxh3_64_hexdigest(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)]
+
+
+def own_metadata(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata of a rank's file: the values that only this rank has."""
+    return {"rank_values": json.dumps(values)}
 
 
 class HostMemory:

@@ -99,6 +99,10 @@ def check_arguments(
         )
 
 
+REDUCED_TWICE = "delete the other optimizer first (del), or leave overlap_gradients out"
+"""How to go on if gradients of a parameter are reduced already."""
+
+
 def options_text(optimizer_class: Any, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """Return the options that must be equal on all ranks, as text."""
     own = {**options, "module": options["module"] is not None}
@@ -139,3 +143,8 @@ def agree_on(
                 "step sharded parameters with ShardedOptimizer: it sends nothing",
             )
     agree(ranks, call, {"options": options, "parameters": "\n\n".join(texts)}, fault)
+
+
+def one_axis(group: Group) -> Group:
+    """Return the group as one axis of ranks."""
+    return group if group.mesh is None else group.subgroup(list(group.ranks))

@@ -21,10 +21,12 @@ from shardtensor.optim.state import start_state
 from shardtensor.optim.update_units import UpdateUnit, update_unit
 from shardtensor.optim.zero.arguments import (
     OWN_KEYS,
+    REDUCED_TWICE,
     agree_on,
     as_groups,
     check_arguments,
     copy_options,
+    one_axis,
     options_text,
 )
 from shardtensor.optim.zero.division import Division, OffloadedState, PartStep
@@ -137,8 +139,7 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
         optim.Optimizer.__init__(self, groups, defaults)
         Joinable.__init__(self)
         self._is_built = True
-        ranks = as_group(process_group)
-        self.group: Group = ranks if ranks.mesh is None else ranks.subgroup(list(ranks.ranks))  # one axis
+        self.group: Group = one_axis(as_group(process_group))
         self.process_group = self.group.process_group
         self.gradients: PartitionedGradients | None = None
         text = options_text(optimizer_class, defaults, options)
@@ -223,8 +224,7 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
         groups = self.param_groups
         names = [name for group in groups for name in group.get("param_names") or [""] * len(group["params"])]
         named = [(name or str(i), param) for i, (name, param) in enumerate(zip(names, self._all_params, strict=True))]
-        fix = "delete the other optimizer first (del), or leave overlap_gradients out"
-        return reduced_already(named, fix, None if self.gradients is None else self.gradients.reducer)
+        return reduced_already(named, REDUCED_TWICE, None if self.gradients is None else self.gradients.reducer)
 
     def _divide(self, group: Mapping[str, Any]) -> None:
         """Decide which rank steps which parameter of a group, and how their new values are sent."""
