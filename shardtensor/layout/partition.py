@@ -62,6 +62,7 @@ def plan_buckets(
     ranks: int,
     limits: Sequence[int],
     partition: Partition,
+    grains: Sequence[int],
     loads: list[int],
 ) -> list[BucketPlan]:
     """Assign parameters to buckets, the last ones first: the order in which backward computes gradients.
@@ -73,13 +74,14 @@ def plan_buckets(
         lengths: the number of elements of each parameter.
         limits: for each parameter, the number of elements at which a bucket of its kind is full.
         partition: whether ranks own whole parameters or equal ranges.
+        grains: with ranges, how many consecutive elements of each parameter no range divides.
         loads: with owners, the elements that each rank has already; updated.
 
     Returns:
         the buckets, in the order in which backward fills them.
 
     Example:
-        >>> plans = plan_buckets(["a"] * 4, [32, 16, 16, 32], 2, [48] * 4, "ranges", [0, 0])
+        >>> plans = plan_buckets(["a"] * 4, [32, 16, 16, 32], 2, [48] * 4, "ranges", [1] * 4, [0, 0])
         >>> [(plan.members, plan.ranges.chunk) for plan in plans]
         [((2, 3), 32), ((0, 1), 32)]
     """
@@ -91,7 +93,7 @@ def plan_buckets(
         if sum(lengths[j] for j in members) < limits[i]:
             continue
         if partition == "ranges":
-            plans.append(_divided(open_.pop(kinds[i]), lengths, ranks))
+            plans.append(_divided(open_.pop(kinds[i]), lengths, ranks, grains))
             continue
         tried = list(loads)
         plan = _owned(members, lengths, ranks, tried)
@@ -101,13 +103,14 @@ def plan_buckets(
             del open_[kinds[i]]
     for members in open_.values():
         divided = partition == "ranges"
-        plans.append(_divided(members, lengths, ranks) if divided else _owned(members, lengths, ranks, loads))
+        plans.append(_divided(members, lengths, ranks, grains) if divided else _owned(members, lengths, ranks, loads))
     return plans
 
 
-def _divided(members: Sequence[int], lengths: Sequence[int], ranks: int) -> BucketPlan:
+def _divided(members: Sequence[int], lengths: Sequence[int], ranks: int, grains: Sequence[int]) -> BucketPlan:
     order = tuple(sorted(members))
-    return BucketPlan(order, lay_out([lengths[i] for i in order], ranks))
+    ranges = lay_out([lengths[i] for i in order], ranks, [grains[i] for i in order])
+    return BucketPlan(order, ranges)
 
 
 def _owned(members: Sequence[int], lengths: Sequence[int], ranks: int, loads: list[int]) -> BucketPlan:

@@ -48,12 +48,19 @@ def test_groups_added_later_are_balanced_with_those_before(groups, ranks):
 
 @st.composite
 def models(draw):
-    """Kinds and lengths of parameters, and at which length a bucket is full."""
-    lengths = draw(st.lists(st.integers(0, 240), min_size=1, max_size=16))
-    kinds = draw(st.lists(st.sampled_from(["float32", "bfloat16"]), min_size=len(lengths), max_size=len(lengths)))
+    """Kinds, lengths and grains of parameters: of elements, of rows or of whole parameters."""
+    shapes = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 20)), min_size=1, max_size=16))
+    unit = draw(st.sampled_from(["element", "row", "parameter"]))
+    lengths = [rows * columns for rows, columns in shapes]
+    grains = {
+        "element": [1] * len(shapes),
+        "row": [columns for _, columns in shapes],
+        "parameter": [max(length, 1) for length in lengths],
+    }[unit]
+    kinds = draw(st.lists(st.sampled_from(["float32", "bfloat16"]), min_size=len(shapes), max_size=len(shapes)))
     limit = draw(st.sampled_from([0, 1, 50, 300, 10**9]))
     limits = [limit // {"float32": 4, "bfloat16": 2}[kind] for kind in kinds]
-    return kinds, lengths, limits
+    return kinds, lengths, limits, grains
 
 
 def assert_planned(plans, kinds, lengths):
@@ -77,21 +84,24 @@ def assert_planned(plans, kinds, lengths):
 
 @given(models(), RANKS)
 @examples(200)
-def test_ranges_cover_each_element_once(model, ranks):
-    kinds, lengths, limits = model
-    plans = plan_buckets(kinds, lengths, ranks, limits, "ranges", [0] * ranks)
+def test_ranges_cover_each_element_once_and_divide_no_grain(model, ranks):
+    kinds, lengths, limits, grains = model
+    plans = plan_buckets(kinds, lengths, ranks, limits, "ranges", grains, [0] * ranks)
     assert_planned(plans, kinds, lengths)
     for plan in plans:
         assert list(plan.members) == sorted(plan.members)
         # A bucket is closed by the parameter that fills it: the first in the order of the model, added last.
         assert len(plan.members) == 1 or sum(lengths[i] for i in plan.members[1:]) < limits[plan.members[0]]
+        for place, i in enumerate(plan.members):
+            ends = [stop for rank in range(ranks) for stop in plan.ranges.piece(place, rank)]
+            assert all(end % grains[i] == 0 for end in ends)
 
 
 @given(models(), RANKS)
 @examples(200)
 def test_full_buckets_are_closed(model, ranks):
-    kinds, lengths, limits = model
-    plans = plan_buckets(kinds, lengths, ranks, limits, "ranges", [0] * ranks)
+    kinds, lengths, limits, grains = model
+    plans = plan_buckets(kinds, lengths, ranks, limits, "ranges", grains, [0] * ranks)
     for kind in set(kinds):
         own = [plan for plan in plans if kinds[plan.members[0]] == kind]
         not_full = [p for p in own if sum(lengths[i] for i in p.members) < limits[p.members[0]]]
@@ -101,9 +111,9 @@ def test_full_buckets_are_closed(model, ranks):
 @given(models(), RANKS)
 @examples(200)
 def test_in_buckets_with_owners_no_parameter_is_divided(model, ranks):
-    kinds, lengths, limits = model
+    kinds, lengths, limits, grains = model
     loads = [0] * ranks
-    plans = plan_buckets(kinds, lengths, ranks, limits, "owners", loads)
+    plans = plan_buckets(kinds, lengths, ranks, limits, "owners", grains, loads)
     assert_planned(plans, kinds, lengths)
     stepped = [0] * ranks
     for plan in plans:
@@ -120,12 +130,12 @@ def test_in_buckets_with_owners_no_parameter_is_divided(model, ranks):
 @pytest.mark.parametrize("ranks", SIZES)
 def test_ranges_are_equal_whatever_the_sizes(ranks):
     lengths = [1600, 16, 320]
-    (plan,) = plan_buckets(["float32"] * 3, lengths, ranks, [10**9] * 3, "ranges", [0] * ranks)
+    (plan,) = plan_buckets(["float32"] * 3, lengths, ranks, [10**9] * 3, "ranges", [1] * 3, [0] * ranks)
     assert plan.ranges.chunk <= math.ceil(sum(lengths) / ranks / 16) * 16
 
 
 def test_buckets_with_owners_wait_until_they_are_balanced():
-    plans = plan_buckets(["a"] * 5, [32, 32, 96, 32, 32], 2, [32] * 5, "owners", [0, 0])
+    plans = plan_buckets(["a"] * 5, [32, 32, 96, 32, 32], 2, [32] * 5, "owners", [1] * 5, [0, 0])
     assert [sorted(plan.members) for plan in plans] == [[3, 4], [0, 1, 2]]
     for plan in plans:
         owners = [plan.owner(place) for place in range(len(plan.members))]

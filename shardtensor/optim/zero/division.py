@@ -69,24 +69,28 @@ class Division:
         limit = self._bucket_limit
         if limit is None:
             limit = bucket_bytes(sum(param.nbytes for param in params))
-        partition = self._partition if self._unit == "element" else "owners"  # else one rank has all of a parameter
         plans = plan_buckets(
             [(param.dtype, param.device, param.requires_grad) for param in params],
             [param.numel() for param in params],
             self._group.size,
             [int(limit) // param.itemsize for param in params],
-            partition,
+            self._partition,
+            [self._grain(param) for param in params],
             self._loads,
         )
+        has_owners = self._partition == "owners" or self._unit != "element"
         parts: dict[int, Part] = {}
         for plan in plans:
             bucket = ParamBucket(params, plan, self._group, unit=self._unit, is_reduced=self._is_reduced)
             self.buckets.append(bucket)
             for j, i in enumerate(plan.members):
                 leaf = bucket.leaves.get(i)
-                is_whole = partition == "owners"
-                parts[i] = (leaf, plan.owner(j), None) if is_whole else (leaf, None, plan.ranges.sizes(j))
+                parts[i] = (leaf, plan.owner(j), None) if has_owners else (leaf, None, plan.ranges.sizes(j))
         return [parts[i] for i in range(len(params))]
+
+    def _grain(self, param: torch.Tensor) -> int:
+        """Return how many consecutive elements of a parameter one rank must hold."""
+        return 1 if self._unit == "element" else max(param.numel(), 1)
 
     @property
     def _senders(self) -> list[OwnerBroadcast | ParamBucket]:
