@@ -1,4 +1,4 @@
-"""What an optimizer class updates at a time: an element, a whole parameter, or all parameters."""
+"""What an optimizer class updates at a time: an element, a row, a whole parameter, or all parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import optim
 
-UpdateUnit = Literal["element", "parameter", "all"]
+UpdateUnit = Literal["element", "row", "parameter", "all"]
 
 ELEMENTWISE = frozenset(
     getattr(optim, name) for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
@@ -16,7 +16,7 @@ ELEMENTWISE = frozenset(
 
 
 def update_unit(optimizer_class: Callable[..., Any]) -> UpdateUnit:
-    """Return which elements an update of one element may depend on: itself, its parameter, or all parameters.
+    """Return which elements an update of one element may depend on: itself, its row, its parameter, or all parameters.
 
     A class states it as its attribute ``update_unit``. A class that does not, and is none of torch's, depends on the
     whole parameter.

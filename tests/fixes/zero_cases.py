@@ -95,6 +95,48 @@ def assert_equal(model: nn.Module, dense: nn.Module) -> None:
 # -- classes that update several elements or parameters together ------------------------------------------------------
 
 
+class RowSums(optim.Optimizer):
+    """Adagrad with one sum for each row; a parameter without dimensions is one row."""
+
+    update_unit = "row"
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                rows = param.shape[0] if param.dim() else 1
+                if param not in self.state:
+                    self.state[param]["sums"] = param.new_zeros(rows)
+                grad, sums = param.grad.reshape(rows, -1), self.state[param]["sums"]
+                sums += grad.square().sum(1)
+                param -= group["lr"] * (grad / (sums.sqrt() + 1)[:, None]).view(param.shape)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def loaded(partition: Any) -> None:
+    """Go on from the state of a plain optimizer of the dense program."""
+    model, dense = same(Scaled()), same(Scaled())
+    oracle = RowSums(dense.named_parameters())
+    step(dense, oracle, X)
+    model.load_state_dict(dense.state_dict())
+    ours = zero(averaged(model), RowSums, partition=partition)
+    ours.load_state_dict(oracle.state_dict())
+    step(model, ours, part(X))
+    step(dense, oracle, X)
+    assert_equal(model, dense)
+
+
 def sharded(make: Callable[[nn.Module], Any]) -> None:
     """Every rank computes the loss of the whole batch."""
     model, dense = made(), made()
@@ -466,6 +508,11 @@ CASES: dict[str, Case] = {
             ]
         },
         mesh="",
+    ),
+    "state of another shape than the parameter": Case(
+        lambda: loaded("ranges"),
+        {'pass partition="owners"': lambda: loaded("owners")},
+        mesh="dp=2",
     ),
     "a model that was converted": Case(
         lambda: converted(is_first=False),

@@ -78,7 +78,7 @@ class Division:
             [self._grain(param) for param in params],
             self._loads,
         )
-        has_owners = self._partition == "owners" or self._unit != "element"
+        has_owners = self._partition == "owners" or self._unit == "parameter"
         parts: dict[int, Part] = {}
         for plan in plans:
             bucket = ParamBucket(params, plan, self._group, unit=self._unit, is_reduced=self._is_reduced)
@@ -90,7 +90,9 @@ class Division:
 
     def _grain(self, param: torch.Tensor) -> int:
         """Return how many consecutive elements of a parameter one rank must hold."""
-        return 1 if self._unit == "element" else max(param.numel(), 1)
+        if self._unit == "element":
+            return 1
+        return max(param.shape[1:].numel() if self._unit == "row" else param.numel(), 1)
 
     @property
     def _senders(self) -> list[OwnerBroadcast | ParamBucket]:

@@ -61,9 +61,9 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
         partition: ``"owners"``: each parameter is stepped by one rank; the largest parameters are assigned first, each
             to the rank with the fewest elements. ``"ranges"``: parameters are views of flat buffers, of which each rank
             steps an equal range, whatever their sizes. A range does not divide what the class updates together: an
-            element for torch's elementwise classes, a parameter for others. Your class states it as its attribute
-            ``update_unit``: ``"element"`` or, by default, ``"parameter"``. None: owners; ranges for elementwise classes
-            with `overlap_gradients`.
+            element for torch's elementwise classes, a row or a parameter for others. Your class states it as its
+            attribute ``update_unit``: ``"element"``, ``"row"`` or, by default, ``"parameter"``. None: owners;
+            ranges for elementwise classes with `overlap_gradients`.
         overlap_gradients: backward averages the gradients over the ranks, without DDP (ZeRO stage 2). It starts a
             reduce-scatter when all gradients of a bucket are computed. Afterwards ``param.grad`` is a ShardedTensor
             with the global shape of the parameter; this rank holds the elements that it steps. Every rank calls
@@ -152,7 +152,7 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
             as_views=parameters_as_bucket_view,
             is_reduced=overlap_gradients,
         )
-        self.partitioned = PartitionedState(self.group)
+        self.partitioned = PartitionedState(self.group, by_rows=self.unit == "row")
         for group in self.param_groups:
             self._divide(group)
         self.optim = self._make([self._inner_group(group) for group in self.param_groups])

@@ -14,7 +14,7 @@ from torch import optim
 
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group
-from shardtensor.errors import LayoutError
+from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.layout.layout import Layout
 from shardtensor.optim import state_dict as saved
 from shardtensor.optim.flat_groups import FlatGroups
@@ -22,7 +22,7 @@ from shardtensor.optim.named_params import ParamRecord
 from shardtensor.optim.state import ParamState, is_scalar, mapped, scalar_value
 from shardtensor.optim.update_units import UpdateUnit
 from shardtensor.optim.zero.arguments import copy_options
-from shardtensor.spec.nodes import Replicate, Spec
+from shardtensor.spec.nodes import Cut, Replicate, Spec
 from shardtensor.tensor.placing import bind_named, mesh_of
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 from shardtensor.tensor.trees import map_tensors, tensors_in
@@ -57,12 +57,15 @@ class _Outline:
 class PartitionedState:
     """Which rank holds the state of which parameter, or of which of its elements.
 
+    Args:
+        by_rows: ranks that hold parts of a parameter hold whole rows.
+
     Attributes:
         records: by the id of a parameter. A record's leaf is empty on a rank that steps no element of it.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, *, by_rows: bool) -> None:
+        self._group, self._by_rows = group, by_rows
         self._specs: dict[int, Spec | None] = {}  # None if every rank holds all
         self._is_held: dict[int, bool] = {}
         self.records: dict[int, ParamRecord] = {}
@@ -80,6 +83,9 @@ class PartitionedState:
         spec: Spec | None = None
         if owner is not None:
             spec = Replicate().only(_AXIS, owner)
+        elif sizes is not None and self._by_rows and param.dim():
+            row = max(param.shape[1:].numel(), 1)
+            spec = Spec(Cut(_AXIS, sizes=tuple(size // row for size in sizes)), ...)
         elif sizes is not None:
             spec = Replicate().flat(_AXIS, sizes=tuple(sizes))
         layout = None if spec is None else self._bound(spec, tuple(param.shape))
@@ -105,7 +111,36 @@ class PartitionedState:
         """Return the layout of a state tensor of a parameter, of this global shape."""
         spec = self._specs[id(record.param)]
         assert spec is not None, "it is divided"
+        own = tuple(record.param.shape)
+        is_flat = spec.flat_part is not None
+        if tuple(shape) != own if is_flat else spec.only_part is None and tuple(shape[:1]) != own[:1]:
+            raise LayoutError(
+                f'a state tensor of "{record.name}" has another shape than the parameter, of which ranks hold '
+                + ("ranges" if is_flat else "rows"),
+                {"state": tuple(shape), "parameter": own},
+                'pass partition="owners"',
+            )
         return self._bound(spec, tuple(shape))
+
+    def fault(self, state: State) -> ShardTensorError | None:
+        """Return the error if a loaded state tensor cannot be divided as its parameter is."""
+        for record in self.records.values():
+            values = state.get(record.name, {}) if self._specs[id(record.param)] is not None else {}
+            for value in tensors_in(values):
+                if value.dim():
+                    try:
+                        self._layout(record, value.shape)
+                    except ShardTensorError as error:
+                        return error
+        return None
+
+    def _global_shape(self, record: ParamRecord, local: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the global shape of a state tensor of which a rank holds a part of this shape."""
+        spec = self._specs[id(record.param)]
+        if spec is None or spec.only_part is not None:
+            return local
+        shape = tuple(record.param.shape)
+        return shape if spec.flat_part is not None else (shape[0], *local[1:])
 
     # -- from the parts of all ranks --------------------------------------------------------------------------------
 
@@ -142,9 +177,7 @@ class PartitionedState:
             return outline if part is None else part
         if record.layout is None:
             return part
-        spec = self._specs[id(record.param)]
-        is_range = spec is not None and spec.flat_part is not None
-        layout = record.layout if is_range else self._layout(record, outline.shape)
+        layout = self._layout(record, self._global_shape(record, outline.shape))
         if part is None:
             part = torch.empty(0, dtype=outline.dtype, device=record.device)
         elif layout.packed:
@@ -320,6 +353,7 @@ class StateDicts(optim.Optimizer):
             shapes = {record.name: tuple(record.param.shape) for record in partitioned.records.values()}
         state, options, fault = saved.match_and_check({**loaded, "state": given}, own, {}, shapes)
         sharded = {key: x for key, x in state.items() if any(isinstance(t, ShardedTensor) for t in tensors_in(x))}
+        fault = fault or partitioned.fault(state)
         agree(self.group, "load_state_dict", {"state": saved.outline(sharded)}, fault)
         self.flat_groups.split_all()
         for group, new in zip(self.param_groups, options, strict=True):

@@ -111,8 +111,8 @@ class ParamBucket:
         is_reduced: gradients are reduced to this rank's range, and are adjacent there.
 
     Attributes:
-        leaves: by the number of a parameter, the tensor that this rank steps: all of the parameter, or the flat
-            elements in its range.
+        leaves: by the number of a parameter, the tensor that this rank steps: all of the parameter, whole rows, or
+            the flat elements in its range.
         pending: the all-gather of new values, once it is started.
     """
 
@@ -139,6 +139,8 @@ class ParamBucket:
             leaf: Any = shard
             if stop - start == plan.ranges.lengths[j]:
                 leaf = shard.view(shapes[j])
+            elif unit == "row":
+                leaf = shard.view(-1, *shapes[j][1:])
             leaf = leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
             if as_one:
                 leaf._flat_shard = flat_shard, j

@@ -88,16 +88,22 @@ def test_refused_options_move_no_parameter(world):
     world(refused, 2)
 
 
-def loads():
+class Rows(optim.SGD):
+    update_unit = "row"
+
+
+def loads(kind):
     params = list(dense(["matrix", "bias"]).values())
-    optimizer = zero(params, optim.SGD, "ranges", lr=0.1, momentum=0.9)
+    optimizer = zero(params, Rows, "ranges", lr=0.1, momentum=0.9)
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
     optimizer.consolidate_state_dict()
     state = as_group().exchange_objects(optimizer.state_dict() if as_group().rank == 0 else None)[0]
     state["param_groups"][0]["lr"] = 0.7
-    if as_group().rank == 1:
+    if kind == "rows":
+        state["state"][0]["momentum_buffer"] = torch.ones(9, 3)
+    elif as_group().rank == 1:
         del state["state"]
     with pytest.raises(st.LayoutError):
         optimizer.load_state_dict(state)
@@ -105,8 +111,9 @@ def loads():
 
 
 @pytest.mark.worlds("sim")
-def test_a_state_dict_that_is_malformed_on_one_rank_changes_nothing(world):
-    world(loads, 2)
+@pytest.mark.parametrize("kind", ["rows", "malformed on one rank"])
+def test_a_refused_load_changes_nothing(world, kind):
+    world(loads, 2, kind=kind)
 
 
 class Fails(optim.SGD):
