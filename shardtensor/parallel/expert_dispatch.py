@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ Forward = Callable[..., Any]
 
 
 @register_hook("dispatch")
-def dispatch_to_experts(site: Site, axis: str | tuple[str, ...], top_k: int) -> Use:
+def dispatch_to_experts(
+    site: Site, axis: str | tuple[str, ...], top_k: int, normalize: bool | None = None, logits: bool = True
+) -> Use:
     """Send each token to the ranks along `axis` that hold its experts, and its results back.
 
     It is for the blocks of two kinds of modules, and replaces their forward:
@@ -35,23 +37,24 @@ def dispatch_to_experts(site: Site, axis: str | tuple[str, ...], top_k: int) -> 
       hidden), called with tokens (n, d), the numbers of their experts (n, k) and weights (n, k). Other axes may shard
       the experts inside: the plan's ``in`` and ``out`` then declare the results as partial sums;
     * a block with a router ``gate`` and modules ``experts.0``, ``experts.1``, ..., called with hidden states alone: the
-      ``top_k`` most likely experts of each token are weighted by their probabilities. Whether these are normalized to a
-      sum of one, and whether it returns hidden states or a tuple of them and the router's logits, as Hugging Face's
-      blocks do, is as in the module's own forward.
+      ``top_k`` most likely experts of each token are weighted by their probabilities, which are normalized to a sum of
+      one if `normalize` (None: the module's ``norm_topk_prob``, or True without one). It returns a tuple, hidden states
+      and the router's logits, as Hugging Face's blocks do; without `logits` only the states.
 
     Every expert of a rank is called, even with no rows, so that its collectives match on all ranks.
 
     Raises:
         PlanError: there are no experts; or the module's own forward returns something else. One run of both on a few
-            tokens, with small replacements for the experts, finds this before anything changes.
+            tokens, with small replacements for the experts, checks this before anything changes.
     """
     module = site.module
     axes = (axis,) if isinstance(axis, str) else axis
     if site.group.mesh is not None:
         site.group.mesh.refuse_unknown(axes, PlanError)
+    call = f"dispatch({', '.join(axes)}, top_k={top_k}"
     if all(name in module._parameters for name in _STACKS):
         forward = _stacked_forward(getattr(module, "act_fn", None) or getattr(module, "activation", None))
-        _same_forward(site, *_stacked_sample(module, top_k), [forward])
+        _refuse_another_forward(site, *_stacked_sample(module, top_k), f"{call})", {f"{call})": forward})
         return Use(lambda: NewForward(module, forward))
     experts, gate = module._modules.get("experts"), module._modules.get("gate")
     if gate is None or not isinstance(experts, nn.ModuleList | nn.ModuleDict) or not len(experts):
@@ -71,10 +74,14 @@ def dispatch_to_experts(site: Site, axis: str | tuple[str, ...], top_k: int) -> 
             _HOOK,
         )
     count, alone = len(experts), SingleRankGroup()
-    options = list(itertools.product((True, False), repeat=2))  # whether it normalizes, whether it returns logits
-    tried = [_listed_forward(alone, count, top_k, *each) for each in options]
-    own = options[_same_forward(site, *_listed_sample(module), tried)]
-    return Use(lambda: NewForward(module, _listed_forward(site.group_along(axes), count, top_k, *own)))
+    normalize = bool(getattr(module, "norm_topk_prob", True)) if normalize is None else normalize
+    forwards = {
+        f"{call}, normalize={str(n).lower()}, logits={str(g).lower()})": _listed_forward(alone, count, top_k, n, g)
+        for n, g in itertools.product((True, False), repeat=2)
+    }
+    requested = f"{call}, normalize={str(normalize).lower()}, logits={str(logits).lower()})"
+    _refuse_another_forward(site, *_listed_sample(module), requested, forwards)
+    return Use(lambda: NewForward(module, _listed_forward(site.group_along(axes), count, top_k, normalize, logits)))
 
 
 def _stacked_forward(activation: Any) -> Forward:
@@ -173,30 +180,29 @@ def _shallow(module: nn.Module) -> nn.Module:
     return copied
 
 
-def _same_forward(site: Site, copied: nn.Module, inputs: tuple[torch.Tensor, ...], forwards: Sequence[Forward]) -> int:
-    """Return the number of the forward that returns the same as a module's own, in training and evaluation.
+def _refuse_another_forward(
+    site: Site, copied: nn.Module, inputs: tuple[torch.Tensor, ...], requested: str, forwards: Mapping[str, Forward]
+) -> None:
+    """Raise unless a module's own forward returns the same as the requested dispatch, in training and evaluation.
 
-    Raises:
-        PlanError: none does.
+    `forwards` has the forwards by the text of their dispatch: the fix names the one that agrees with the module's own.
     """
-    left = list(range(len(forwards)))
-    facts = {"module": type(site.module).__name__}
     with torch.no_grad(), torch.device("cpu"):
         for is_training in (True, False):
             copied.train(is_training)
-            given = [forward(copied, *inputs) for forward in forwards]
+            given, own, fix = forwards[requested](copied, *inputs), None, _HOOK
             try:
                 found = copied(*inputs)
-                differences = [_difference(found, result) for result in given]
-            except Exception as error:  # the module's own code
-                raise site.refused(
-                    _ANOTHER, {**facts, "it raises": f"{type(error).__name__}: {error}"}, _HOOK
-                ) from None
-            left = [i for i in left if differences[i] is None]
-            if not left:
-                facts |= {"its own forward": _kind(found), "dispatch": " or ".join(dict.fromkeys(map(_kind, given)))}
-                raise site.refused(_ANOTHER, facts | next(filter(None, differences), {}), _HOOK)
-    return left[0]
+                own, difference = _kind(found), _difference(found, given)
+                if difference is None:
+                    continue
+            except Exception as error:
+                own, difference, found = f"{type(error).__name__}: {error}", {}, None
+            for text, forward in forwards.items() if found is not None else ():
+                if _difference(found, forward(copied, *inputs)) is None:
+                    fix = f"write `use {text}`"
+            facts = {"module": type(site.module).__name__, "its own forward": own, "dispatch": _kind(given)}
+            raise site.refused(_ANOTHER, facts | difference, fix)
 
 
 def _kind(result: Any) -> str:

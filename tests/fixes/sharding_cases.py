@@ -149,7 +149,7 @@ def dispatched(said: str, use: str, kind: type[Block] = Block, **more: Any) -> A
     return act
 
 
-ALONE = f"dispatch(ep, top_k={TOP_K})"
+ALONE = f"dispatch(ep, top_k={TOP_K}, normalize=true, logits=false)"
 TABLE = {"weight": "[tp, -]", "out": "partial(tp) -> replicate"}
 
 
@@ -262,11 +262,14 @@ CASES: dict[str, Case] = {
         {"write a hook of your own with @register_hook": dispatched("alone", "own_dispatch(ep)", top_k=3)},
     ),
     "a forward that gives something else": Case(
-        dispatched("sigmoid", ALONE),
+        dispatched("alone", f"dispatch(ep, top_k={TOP_K})"), {f"write `use {ALONE}`": dispatched("alone", ALONE)}
+    ),
+    "a forward that no option says": Case(
+        dispatched("sigmoid", f"dispatch(ep, top_k={TOP_K})"),
         {"with @register_hook": dispatched("sigmoid", "own_dispatch(ep)")},
     ),
     "a forward that fails on a few tokens": Case(
-        dispatched("masked", ALONE, kind=Masked),
+        dispatched("masked", f"dispatch(ep, top_k={TOP_K})", kind=Masked),
         {"with @register_hook": dispatched("alone", "own_dispatch(ep)", kind=Masked)},
     ),
     "a tensor of another library on meta": Case(

@@ -1,8 +1,9 @@
-"""``use dispatch`` takes the place of a forward: only of one that gives the same."""
+"""``use dispatch`` takes the place of a forward: only of one that gives the same, by the options that say it."""
 
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -93,31 +94,36 @@ def refusal(module: nn.Module, use: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["", "alone", "shares", "alone shares"])
-def test_it_does_what_the_modules_own_forward_does(kind):
+@pytest.mark.parametrize("kind", ["alone", "shares", "alone shares"])
+def test_the_fix_names_the_options_of_the_modules_own_forward(kind):
     block, x = Block(kind), torch.randn(3, 5, WIDTH)
+    text = refusal(block, f"dispatch(ep, top_k={TOP_K})")
+    assert "moe: `use dispatch(...)` would not do what this block does" in text
+    for got in results(block, re.search(r"write `use (.*)`", text)[1], x):
+        torch.testing.assert_close(got, block(x))
+
+
+def test_what_the_module_says_of_itself_is_the_default():
+    block, x = Block("shares"), torch.randn(7, WIDTH)
+    block.norm_topk_prob = False
     for got in results(block, f"dispatch(ep, top_k={TOP_K})", x):
         torch.testing.assert_close(got, block(x))
 
 
 @pytest.mark.parametrize("module", [Block("sigmoid"), Block("doubled in training"), Block("list"),
                                     Stacked("interleaved"), Stacked("gelu")], ids=lambda m: m.kind)  # fmt: skip
-def test_a_forward_that_does_something_else_is_refused(module):
+def test_a_forward_that_no_option_says_is_refused(module):
     text = refusal(module, f"dispatch(ep, top_k={TOP_K})")
     assert "@register_hook" in text and ("apart by" in text or "a list of" in text)
     if isinstance(module, Block) and module.kind == "doubled in training":
         refusal(module.eval(), f"dispatch(ep, top_k={TOP_K})")
 
 
-def test_modules_without_values_are_compared_too():
+def test_it_is_asked_of_modules_without_values_too():
     with torch.device("meta"):
         alone, stacked = Block("alone"), Stacked("gelu")
-    root = nn.Module()
-    root.moe = alone
-    sharded = st.simulate("ep=1", lambda: st.shard_module(root, {"moe": {"use": f"dispatch(ep, top_k={TOP_K})"}}))[0]
-    st.materialize(sharded)
-    assert sharded.moe(torch.ones(3, WIDTH)).shape == (3, WIDTH)
-    assert "@register_hook" in refusal(stacked, f"dispatch(ep, top_k={TOP_K})")
+    assert "write `use dispatch(ep, top_k=2, normalize=true, logits=false)`" in refusal(alone, "dispatch(ep, top_k=2)")
+    assert "@register_hook" in refusal(stacked, "dispatch(ep, top_k=2)")
 
 
 def test_a_forward_that_fails_on_a_few_tokens_is_refused_with_its_error():
