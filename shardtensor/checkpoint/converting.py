@@ -1,6 +1,5 @@
-"""Convert checkpoints of torch.distributed.checkpoint, ``torch.save`` and Hugging Face to this library's, which Hugging
-Face reads, and these to torch.distributed.checkpoint; in one process. The new one is written file by file, so at most
-one file's tensors are in memory.
+"""Convert checkpoints between this library, torch.distributed.checkpoint, ``torch.save`` and Hugging Face; in one
+process. The new one is written file by file, so at most one file's tensors are in memory; of ``torch.save``, all are.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from shardtensor.checkpoint.folders import PARTIAL
 from shardtensor.checkpoint.manifest import INDEX, NAME, FileRecord, Manifest, TensorRecord, folder_of
 from shardtensor.checkpoint.sources import CONFIG, SourceCheckpoint, cause_of, open_source
 from shardtensor.checkpoint.storage import Folder
-from shardtensor.checkpoint.tensor_file import ITEM_BYTES
+from shardtensor.checkpoint.tensor_file import DTYPES, ITEM_BYTES
 from shardtensor.checkpoint.torch_trees import to_tree
 from shardtensor.checkpoint.values import (
     StoredTensor,
@@ -77,14 +76,15 @@ def convert(
         source: a checkpoint of this library, a folder of torch.distributed.checkpoint, a file of ``torch.save``, or a
             folder or file of safetensors.
         target: where nothing is yet. It is complete, or absent.
-        to: ``"shardtensor"``, whose models are also a folder of Hugging Face; or ``"dcp"``.
+        to: ``"shardtensor"``, ``"dcp"``, ``"hf"`` (safetensors, the models alone), or ``"torch"`` (one file of
+            ``torch.save``, the models alone).
         trust: read the metadata of torch.distributed.checkpoint, which is a pickle: to read it is to run what it names.
         optimizer: the name of the optimizer's class, if its options do not tell it.
 
     Raises:
         CheckpointError: the source cannot be read, or cannot be of that kind.
     """
-    writers = {"shardtensor": _write_own, "dcp": _write_dcp}
+    writers = {"shardtensor": _write_own, "dcp": _write_dcp, "hf": _write_hf, "torch": _write_torch}
     if to not in writers:
         raise CheckpointError(f'there is no kind of checkpoint "{to}"', fix=f"write one of {', '.join(writers)}")
     goal = Folder(target)
@@ -92,10 +92,15 @@ def convert(
         raise CheckpointError(
             "there is a file or folder at the target", {"path": goal.path}, "choose another name, or remove it"
         )
-    if to == "dcp" and not goal.is_local:
-        raise CheckpointError("a checkpoint of kind dcp is written to a disk", {"path": goal.path}, "name a local path")
+    if to in ("dcp", "torch") and not goal.is_local:
+        raise CheckpointError(
+            f"a checkpoint of kind {to} is written to a disk", {"path": goal.path}, "name a local path"
+        )
     found = open_source(source, trust=trust, optimizer_class=optimizer)
     state = found.state
+    if to in ("hf", "torch"):
+        state.left_out += [*state.optimizers, *state.rest]
+        state.optimizers, state.rest = {}, {}
     _with_numbers(found)
     made = goal.beside(PARTIAL.format(goal.name)) if goal.is_local else goal
     try:
@@ -130,6 +135,17 @@ def _with_numbers(source: SourceCheckpoint) -> None:
         return leaf.final(numbers[leaf.name]) if leaf.name in numbers else leaf
 
     state.optimizers, state.rest = replaced(state.optimizers, number), replaced(state.rest, number)
+
+
+def _write_torch(source: SourceCheckpoint, folder: Folder) -> None:
+    """Write one file: the state dict of the model; of several models a dict of them."""
+    models = source.state.models
+    tensors = source.read(sorted({leaf.name for leaf in stored_in(models)}))
+    states = {name.partition(".")[2]: replaced(each, lambda leaf: tensors[leaf.name]) for name, each in models.items()}
+    with open(folder.root, "wb") as file:
+        torch.save(states.get("", states), file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _write_dcp(source: SourceCheckpoint, folder: Folder) -> None:
@@ -184,6 +200,19 @@ class _Placed:
     name: str
     file: str
     key: str
+
+
+def _write_hf(source: SourceCheckpoint, folder: Folder) -> None:
+    """Write the models as Hugging Face does: files of safetensors, an index if there are several, ``config.json``."""
+    placed = _placed_models(source, folder)
+    for new, each in placed.items():
+        if (dtype := source.outlines[each.name].dtype) not in DTYPES.values():
+            raise CheckpointError(
+                "files of safetensors hold no tensor of this dtype",
+                {"tensor": new, "dtype": dtype},
+                "convert it with --to torch, or --to dcp",
+            )
+    _write_files(source, folder, placed.values())
 
 
 def _write_own(source: SourceCheckpoint, folder: Folder) -> None:
@@ -305,7 +334,7 @@ def _bytes_of(source: SourceCheckpoint, name: str) -> int:
     if outline.dtype not in ITEM_BYTES:
         raise CheckpointError(
             f'tensor "{name}" has dtype {outline.dtype}: no file of safetensors holds it',
-            fix="save it as another dtype",
+            fix="convert it with --to torch",
         )
     return math.prod(outline.shape) * ITEM_BYTES[outline.dtype]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardtensor.errors import ShardTensorError
 
-_KINDS = ("shardtensor", "dcp")
+_KINDS = ("shardtensor", "dcp", "hf", "torch")
 
 
 def add_parser(commands: Any) -> None:
@@ -45,8 +45,8 @@ def add_parser(commands: Any) -> None:
         "--to",
         choices=_KINDS,
         default="shardtensor",
-        help="shardtensor: what load() and, for the model, Hugging Face's libraries read (default); dcp: a folder of "
-        "torch.distributed.checkpoint",
+        help="shardtensor: what load() reads (default); dcp: a folder of torch.distributed.checkpoint; hf: the model "
+        "as a Hugging Face folder; torch: the model as one file of torch.save",
     )
     convert.add_argument(
         "--trust",

@@ -185,13 +185,21 @@ def test_a_converted_checkpoint_loads_into_any_layout(tmp_path):
     st.simulate(4, loaded_by_ranks, str(tmp_path / "ours"))
 
 
-def test_the_model_is_a_folder_of_hugging_face(tmp_path):
+@pytest.mark.parametrize("to", ["hf", "torch"])
+def test_the_model_alone(tmp_path, to):
     model, optimizer = made(0)
     st.save(tmp_path / "a", model=model, optimizer=optimizer, extra={"epoch": 1})
-    convert(tmp_path / "a", tmp_path / "b", "shardtensor")
-    found = load_file(tmp_path / "b" / "model.safetensors")
-    assert_same(found, {name: x for name, x in model.state_dict().items() if name != "head.weight"})
-    (tmp_path / "b" / "checkpoint.json").unlink()
+    done = convert(tmp_path / "a", tmp_path / "b", to)
+    assert done.parts == ("model",)
+    assert done.left_out[1:] == ("optimizer", "extra")
+    if to == "torch":
+        found = torch.load(tmp_path / "b", weights_only=True)
+        assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr(), "they are tied"
+        assert_same(found, dict(model.state_dict()))
+    else:
+        found = load_file(tmp_path / "b" / "model.safetensors")
+        assert_same(found, {name: x for name, x in model.state_dict().items() if name != "head.weight"})
+        assert os.listdir(tmp_path / "b") == ["model.safetensors"]
     convert(tmp_path / "b", tmp_path / "c", "shardtensor")
     loads_as(tmp_path / "c", model, None)
 
@@ -231,23 +239,24 @@ def test_several_files_of_pickled_weights(tmp_path):
     for i, (name, value) in enumerate(state.items()):
         torch.save({name: value}, tmp_path / "a" / f"pytorch_model-{i + 1:05d}-of-00005.bin")
     (tmp_path / "a" / "config.json").write_text("{}")
-    convert(tmp_path / "a", tmp_path / "b", "shardtensor")
+    convert(tmp_path / "a", tmp_path / "b", "hf")
     assert_same(load_file(tmp_path / "b" / "model.safetensors"), state)
     assert (tmp_path / "b" / "config.json").read_text() == "{}"
 
 
-def test_large_models_become_several_files_with_an_index(tmp_path, monkeypatch):
+@pytest.mark.parametrize("to", ["hf", "shardtensor"])
+def test_large_models_become_several_files_with_an_index(tmp_path, monkeypatch, to):
     model, optimizer = made(0)
     st.save(tmp_path / "a", model=model, optimizer=optimizer)
     monkeypatch.setattr(converting, "FILE_BYTES", 200)
-    convert(tmp_path / "a", tmp_path / "b", "shardtensor")
+    convert(tmp_path / "a", tmp_path / "b", to)
     index = json.loads((tmp_path / "b" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     assert len(files) > 2
     for name, file in index["weight_map"].items():
         assert_same(load_file(tmp_path / "b" / file)[name], model.state_dict()[name])
-    loads_as(tmp_path / "b", model, optimizer)
+    loads_as(tmp_path / "b", model, optimizer if to == "shardtensor" else None)
 
 
 def test_several_models_and_optimizers(tmp_path):
@@ -256,12 +265,14 @@ def test_several_models_and_optimizers(tmp_path):
     st.save(tmp_path / "a", model=models, optimizer=optimizers)
     convert(tmp_path / "a", tmp_path / "dcp", "dcp")
     convert(tmp_path / "dcp", tmp_path / "b", "shardtensor", trust=True)
+    convert(tmp_path / "a", tmp_path / "c.pt", "torch")
     fresh = {"gen": Net(5), "judge": Net(6)}
     its = {key: torch.optim.SGD(each.parameters(), lr=0.5) for key, each in fresh.items()}
     st.load(tmp_path / "b", model=fresh, optimizer=its)
     for key, each in models.items():
         assert_same(fresh[key].state_dict(), each.state_dict())
         assert its[key].param_groups[0]["lr"] == 0.1
+        assert_same(torch.load(tmp_path / "c.pt")[key], dict(each.state_dict()))
 
 
 def test_few_tensors_are_in_memory_at_a_time(tmp_path, monkeypatch):
@@ -286,7 +297,7 @@ def test_few_tensors_are_in_memory_at_a_time(tmp_path, monkeypatch):
         return attrs.evolve(found, read=read)
 
     monkeypatch.setattr(converting, "open_source", watched)
-    for source, target, to in (("a", "dcp", "dcp"), ("dcp", "b", "shardtensor")):
+    for source, target, to in (("a", "dcp", "dcp"), ("dcp", "b", "shardtensor"), ("dcp", "c", "hf")):
         known.clear(), most.clear()
         done = convert(tmp_path / source, tmp_path / target, to, trust=True)
         numbers = 4 * 4  # ``step`` of each parameter
@@ -299,7 +310,7 @@ def test_the_target_is_complete_or_absent(tmp_path):
     [file] = Path(tmp_path, "a").glob("model*")
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    for to in ("shardtensor", "dcp"):
+    for to in ("shardtensor", "dcp", "hf", "torch"):
         with pytest.raises(st.CheckpointError, match=r"damaged|not those that were saved"):
             convert(tmp_path / "a", tmp_path / "b", to)
         assert os.listdir(tmp_path) == ["a"]
@@ -321,28 +332,29 @@ def test_nothing_of_a_pickle_is_run(tmp_path):
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(runs))
     with pytest.raises(st.CheckpointError, match="holds more than tensors and plain values; nothing was run"):
-        convert(tmp_path / "a.pt", tmp_path / "b", "shardtensor", trust=True)
+        convert(tmp_path / "a.pt", tmp_path / "b", "hf", trust=True)
     with pytest.raises(st.CheckpointError, match=r"is a pickle(.|\n)*--trust"):
-        convert(tmp_path / "dcp", tmp_path / "b", "shardtensor")
+        convert(tmp_path / "dcp", tmp_path / "b", "hf")
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "dcp"]
 
 
 @pytest.mark.parametrize("key", ["model...", "model.../../out", "model./tmp"])
-def test_nothing_is_written_outside_of_the_target(tmp_path, key):
+@pytest.mark.parametrize("to", ["hf", "shardtensor"])
+def test_nothing_is_written_outside_of_the_target(tmp_path, key, to):
     torch.save({key: {"w": torch.ones(2)}}, tmp_path / "a.pt")
     with pytest.raises(st.CheckpointError, match="a name that no folder can have"):
-        convert(tmp_path / "a.pt", tmp_path / "in" / "b", "shardtensor")
+        convert(tmp_path / "a.pt", tmp_path / "in" / "b", to)
     assert list(tmp_path.rglob("*.safetensors")) == []
 
 
-def test_a_dtype_that_safetensors_does_not_have(tmp_path):
-    """Its bytes are there, and the manifest has the dtype."""
+def test_what_safetensors_does_not_hold(tmp_path):
     odd = {"x": torch.ones(2, dtype=torch.complex128), "y": torch.ones(2)}
     torch.save(odd, tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "b", "shardtensor")
-    found = {name: torch.zeros_like(x) for name, x in odd.items()}
-    st.load(tmp_path / "b", model=found)
-    assert_same(found, odd)
+    with pytest.raises(st.CheckpointError, match="no tensor of this dtype"):
+        convert(tmp_path / "a.pt", tmp_path / "b", "hf")
+    convert(tmp_path / "a.pt", tmp_path / "own", "shardtensor")
+    convert(tmp_path / "own", tmp_path / "b.pt", "torch")
+    assert_same(torch.load(tmp_path / "b.pt"), odd)
 
 
 def test_damage_of_a_source_is_told(tmp_path):
@@ -350,16 +362,16 @@ def test_damage_of_a_source_is_told(tmp_path):
     [file] = (tmp_path / "dcp").glob("*.distcp")
     file.write_bytes(b"")
     with pytest.raises(st.CheckpointError, match="cannot do it"):
-        convert(tmp_path / "dcp", tmp_path / "b", "shardtensor", trust=True)
+        convert(tmp_path / "dcp", tmp_path / "b", "hf", trust=True)
     (tmp_path / "dcp" / ".metadata").write_bytes(b"no pickle")
     with pytest.raises(st.CheckpointError, match="cannot be read"):
-        convert(tmp_path / "dcp", tmp_path / "b", "shardtensor", trust=True)
+        convert(tmp_path / "dcp", tmp_path / "b", "hf", trust=True)
     (tmp_path / "list.pt").write_bytes(b"no pickle")
     with pytest.raises(st.CheckpointError, match="is no file of"):
-        convert(tmp_path / "list.pt", tmp_path / "b", "shardtensor")
+        convert(tmp_path / "list.pt", tmp_path / "b", "hf")
     torch.save([1], tmp_path / "list.pt")
     with pytest.raises(st.CheckpointError, match="the file holds no dict"):
-        convert(tmp_path / "list.pt", tmp_path / "b", "shardtensor")
+        convert(tmp_path / "list.pt", tmp_path / "b", "hf")
     assert not (tmp_path / "b").exists()
 
 

@@ -134,7 +134,7 @@ def test_a_training_run_is_a_folder_of_hugging_face_too(tmp_path):
     """With an optimizer in it; and converted, it is that of one process."""
     st.simulate(2, saved_after_a_step, str(tmp_path / "a"))
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a").eval()
-    convert(tmp_path / "a", tmp_path / "b", "shardtensor")
+    convert(tmp_path / "a", tmp_path / "b", "hf")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
     assert not torch.equal(logits(found), logits(made("Qwen2", tied=True)))
     assert torch.equal(logits(found), logits(again))

@@ -76,12 +76,12 @@ def test_what_is_no_checkpoint_is_status_1(tmp_path, capsys, way):
 
 
 def test_convert_prints_what_it_did(folder, tmp_path, capsys):
-    assert run("convert", folder, tmp_path / "out") == 0
+    assert run("convert", folder, tmp_path / "out", "--to", "hf") == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == f"{tmp_path / 'out'}: 6 tensors, 120 B: model, optimizer; shardtensor to shardtensor"
-    assert out[-1] == "  left out  what each rank saved for itself: random generators, dataloaders"
+    assert out[0] == f"{tmp_path / 'out'}: 2 tensors, 40 B: model; shardtensor to hf"
+    assert out[-1] == "  left out  optimizer"
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["bias"], _bias(folder))
-    assert run("convert", folder, tmp_path / "out") == 1
+    assert run("convert", folder, tmp_path / "out", "--to", "hf") == 1
     assert "there is a file or folder at the target" in capsys.readouterr().err
 
 

@@ -17,6 +17,7 @@ from shardtensor.checkpoint.converting import convert
 
 STATE = {"w": torch.arange(3.0)}
 OWN = {"state": {0: {"m": torch.ones(3)}}, "param_groups": [{"params": [0], "param_names": ["w"], "rate": 1}]}
+ODD = {"w": torch.ones(2, dtype=torch.complex128)}
 UNHELD = {"w": torch.ones(2, dtype=torch.uint16).view(torch.bits16)}
 
 
@@ -51,18 +52,20 @@ def over(target: str, *, is_removed: bool = False) -> None:
         Path(folder, "there").write_text("")
         if is_removed:
             Path(folder, "there").unlink()
-        convert(Path(folder, "a.pt"), Path(folder, target), "shardtensor")
+        convert(Path(folder, "a.pt"), Path(folder, target), "hf")
 
 
 CASES: dict[str, Case] = {
-    "no such kind": Case(converted(STATE, "npz"), {"write one of shardtensor, dcp": converted(STATE, "dcp")}, mesh=""),
+    "no such kind": Case(
+        converted(STATE, "npz"), {"write one of shardtensor, dcp, hf, torch": converted(STATE, "hf")}, mesh=""
+    ),
     "something at the target": Case(
         lambda: over("there"),
         {"choose another name, or remove it": lambda: [over("here"), over("there", is_removed=True)]},
         mesh="",
     ),
     "a URL as the target": Case(
-        converted(STATE, "dcp", "memory://a/b"), {"name a local path": converted(STATE, "dcp")}, mesh=""
+        converted(STATE, "torch", "memory://a/b"), {"name a local path": converted(STATE, "torch")}, mesh=""
     ),
     "a target that cannot be written": Case(
         lambda: over("there/out"),
@@ -75,8 +78,13 @@ CASES: dict[str, Case] = {
         {"save the state dicts alone": converted(STATE)},
         mesh="",
     ),
+    "a dtype that Hugging Face has not": Case(
+        converted(ODD, "hf"),
+        {"convert it with --to torch, or --to dcp": lambda: [converted(ODD, to)() for to in ("torch", "dcp")]},
+        mesh="",
+    ),
     "a dtype that no file of ours has": Case(
-        converted(UNHELD), {"save it as another dtype": converted({"w": UNHELD["w"].view(torch.uint16)})}, mesh=""
+        converted(UNHELD), {"convert it with --to torch": converted(UNHELD, "torch")}, mesh=""
     ),
     "an optimizer of the user's": Case(
         converted({"model": STATE, "optimizer": OWN}),
