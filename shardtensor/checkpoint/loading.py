@@ -59,8 +59,8 @@ def load(
         extra: a dict to update with the saved ``extra``.
         rng: set the random generators of each rank; by default if an optimizer is loaded. In a world of another size
             they are set only if the states of all ranks were equal.
-        strict: raise for tensors that are missing, extra, or of another shape. If False, these stay unchanged, with a
-            warning.
+        strict: raise for tensors that are missing, extra, or of another shape, and for state of another optimizer
+            class. If False, these stay unchanged, with a warning.
         cast: convert values to the dtypes of the model's tensors where these differ; else they raise an error.
         process_group: the ranks that load, by default all.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -253,7 +253,7 @@ def optimizer_targets(
     """Return the tensors to read, and a function that then returns the state by name, for `load_by_name`.
 
     Raises:
-        CheckpointError: the state is that of another class, of other shapes or, if `strict` is set, other parameters.
+        CheckpointError: the state is that of other parameters, shapes or, if `strict` is set, another class.
     """
     module = module_of(models, optimizer)
     if module is None:
@@ -268,18 +268,21 @@ def optimizer_targets(
             f"{unnamed} parameters of the optimizer are not in the model; nothing has been loaded",
             fix="pass the model whose parameters() the optimizer was made with",
         )
-    if saved["class"] != (own_class := type(inner_optimizer(optimizer)).__name__):
-        raise CheckpointError(
-            "the saved state is that of another class of optimizer; nothing has been loaded",
-            {"saved": saved["class"], "here": own_class},
-            ["make the optimizer that was saved", "load without optimizer="],
-        )
     if not strict:
         saved = _of_these(saved, optimizer, own, aliases)
     try:
         state, _ = match(saved, own, aliases)
     except LayoutError as error:
         raise fault_of(error) from None
+    groups = saved["param_groups"]
+    if saved["class"] != (own_class := type(inner_optimizer(optimizer)).__name__):
+        if strict:
+            raise CheckpointError(
+                "the saved state is that of another class of optimizer; nothing has been loaded",
+                {"saved": saved["class"], "here": own_class},
+                "make the optimizer that was saved, or load with strict=False, which takes what both have",
+            )
+        state, groups = _in_common(state, groups, optimizer)
     records = records_by_name(optimizer, names)
     if is_elementwise(optimizer):
         _check_shapes(state, records, stored)
@@ -290,7 +293,7 @@ def optimizer_targets(
         filled[name] = {key: replaced(value, make) for key, value in values.items()}
 
     make = partial(_new, record=None, stored=stored, targets=targets, group=group)
-    groups = [{key: replaced(value, make) for key, value in each.items()} for each in saved["param_groups"]]
+    groups = [{key: replaced(value, make) for key, value in each.items()} for each in groups]
     return targets, lambda: {"state": filled, "param_groups": groups}
 
 
@@ -346,6 +349,38 @@ def _check_shapes(
                     {"saved": stored[value.name].shape, "here": needed or "no such parameter"},
                     "load it into the model that was saved",
                 )
+
+
+def _in_common(
+    state: Mapping[Any, dict[str, Any]], groups: list[dict[str, Any]], optimizer: optim.Optimizer
+) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
+    """Return the state and options of another class that this one has, too.
+
+    State is taken only if all that this class needs is there: Adam's for AdamW, but not SGD's for Adam.
+    """
+    kept = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")}
+    merged = [{**kept, **{key: value for key, value in each.items() if key in ("params", *kept)}} for each in groups]
+    taken: dict[Any, dict[str, Any]] = {}
+    for group in merged:
+        needed = _state_keys(optimizer, group)
+        for name in group["params"]:
+            if needed <= set(state.get(name, {})):
+                taken[name] = {key: state[name][key] for key in needed}
+    return taken, merged
+
+
+def _state_keys(optimizer: optim.Optimizer, options: Mapping[str, Any]) -> set[str]:
+    """Return the keys of the state that an optimizer's class needs with some options, from a step of one number."""
+    inner = inner_optimizer(optimizer)
+    probe = torch.zeros((1, 1), requires_grad=True)
+    known = {key: value for key, value in options.items() if key in optimizer.defaults}
+    for key in ("fused", "capturable"):  # they need parameters on GPUs
+        if known.get(key):
+            known[key] = False
+    trial = cast(Any, type(inner))([{"params": [probe], **known}])
+    probe.grad = torch.zeros_like(probe)
+    trial.step()
+    return set(trial.state[probe])
 
 
 def _of_these(

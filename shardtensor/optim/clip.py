@@ -1,11 +1,10 @@
-"""Gradient clipping of sharded and plain parameters by the global norm. By value, torch's function works as it is."""
+"""Gradient clipping of sharded and plain parameters, by the global norm or by value."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
-from torch.nn.utils import clip_grad_value_ as clip_grad_value_
 
 from shardtensor.ops.foreach import global_norm
 from shardtensor.tensor.sharded_tensor import local_of
@@ -64,6 +63,24 @@ def clip_grad_norm_(
     for locals_ in _by_kind(grads):
         torch._foreach_mul_(locals_, scale.to(locals_[0].device))
     return total
+
+
+@torch.no_grad()
+def clip_grad_value_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
+) -> None:
+    """Clamp every element of the gradients to [-clip_value, clip_value] in place. Sends nothing.
+
+    Args:
+        parameters: one or many, sharded and plain.
+        clip_value: the largest magnitude after the call.
+        foreach: ignored; torch's signature has it.
+    """
+    clip_value = float(clip_value)
+    grads = _gradients(parameters)
+    for locals_ in _by_kind(grads):
+        torch._foreach_clamp_min_(locals_, -clip_value)
+        torch._foreach_clamp_max_(locals_, clip_value)
 
 
 def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
