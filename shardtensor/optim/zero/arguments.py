@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from shardtensor.comm.agree import agree, call_text
 from shardtensor.comm.group import Group
 from shardtensor.errors import LayoutError, RuleError, ShardTensorError, some
+from shardtensor.layout.partition import Partition
 from shardtensor.optim.named_params import params_text
 from shardtensor.optim.update_units import UpdateUnit
 from shardtensor.tensor.sharded_tensor import ShardedTensor
@@ -62,16 +64,15 @@ def _tensors(groups: Iterable[Iterable[Any]]) -> list[Any]:
 
 
 def check_arguments(
-    options: Mapping[str, Any], unit: UpdateUnit, optimizer_class: Any, groups: Iterable[Mapping[str, Any]]
+    arguments: Mapping[str, Any], unit: UpdateUnit, partition: Partition, groups: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Raise if the options of an optimizer contradict each other.
+    """Raise if the arguments of an optimizer contradict each other.
 
     Raises:
         ValueError: a value is unknown, or gradients would be reduced twice.
         RuleError: the class cannot step a part of the parameters.
     """
-    overlap_with_ddp, overlap_gradients = options["overlap_with_ddp"], options["overlap_gradients"]
-    partition, module = options["partition"], options["module"]
+    overlap_with_ddp, overlap_gradients = arguments["overlap_with_ddp"], arguments["overlap_gradients"]
     if partition not in ("owners", "ranges"):
         raise ValueError(f'partition is "owners" or "ranges", not {partition!r}')
     if overlap_with_ddp and (overlap_gradients or partition == "ranges"):
@@ -80,9 +81,9 @@ def check_arguments(
             f"overlap_with_ddp and {other} exclude each other: DDP reduces all gradients to all ranks, in buckets of "
             "its own. Leave one out; overlap_gradients=True needs no DDP"
         )
-    if module is not None and not overlap_gradients and partition == "owners":
+    if arguments["module"] is not None and not overlap_gradients and partition == "owners":
         raise ValueError('module= needs overlap_gradients=True or partition="ranges"; or leave module out')
-    if overlap_gradients and isinstance(module, nn.parallel.DistributedDataParallel):
+    if overlap_gradients and isinstance(arguments["module"], nn.parallel.DistributedDataParallel):
         raise ValueError("overlap_gradients replaces DistributedDataParallel: pass the module that it wraps, unwrapped")
     if partition == "owners" and not overlap_gradients:
         types = sorted(set(map(torch.typename, _tensors(group["params"] for group in groups))))
@@ -93,20 +94,30 @@ def check_arguments(
                 + '; partition="ranges" and overlap_gradients=True take several'
             )
     if unit == "all" and (overlap_with_ddp or overlap_gradients):
+        name = arguments["optimizer_class"].__name__
         raise RuleError(
-            f"{optimizer_class.__name__} updates all parameters together: every rank has to step all of them",
+            f"{name} updates all parameters together: every rank has to step all of them",
             fix="leave overlap_with_ddp and overlap_gradients out; every rank then steps all parameters",
         )
+
+
+def copy_group(group: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    """Return a deep copy of a parameter group, as an argument."""
+    copied = {key: copy.deepcopy(value, memo) for key, value in group.items() if key not in OWN_KEYS}
+    params = [copy.deepcopy(param, memo) for param in group["params"]]
+    names = group.get("param_names")
+    return {**copied, "params": params if names is None else list(zip(names, params, strict=True))}
 
 
 REDUCED_TWICE = "delete the other optimizer first (del), or leave overlap_gradients out"
 """How to go on if gradients of a parameter are reduced already."""
 
 
-def options_text(optimizer_class: Any, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+def options_text(arguments: Mapping[str, Any], partition: Partition, defaults: Mapping[str, Any]) -> str:
     """Return the options that must be equal on all ranks, as text."""
-    own = {**options, "module": options["module"] is not None}
-    return f"{call_text(optimizer_class, (), defaults)}, {call_text(None, (), own)}"
+    own = {key: value for key, value in arguments.items() if key not in ("optimizer_class", "process_group", *defaults)}
+    own |= {"partition": partition, "module": arguments["module"] is not None}
+    return f"{call_text(arguments['optimizer_class'], (), defaults)}, {call_text(None, (), own)}"
 
 
 def agree_on(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 from torch import optim
 
@@ -20,9 +21,20 @@ from shardtensor.optim.update_units import UpdateUnit
 from shardtensor.optim.zero.arguments import copy_options
 from shardtensor.optim.zero.values import OwnerBroadcast, ParamBucket
 
-Part = tuple[torch.Tensor | None, int | None, Sequence[int] | None]
-"""Of a parameter: the tensor that this rank steps, all of it or its elements in its range, if any; the rank that steps
-all of it, or None; how many of its elements each rank steps, None if it has an owner, or if every rank steps it."""
+
+@attrs.define
+class Parts:
+    """How some parameters are divided; lists and dicts are by their numbers.
+
+    Attributes:
+        leaves: the tensors that this rank steps: parameters, or their elements in its range.
+        owners: the rank that steps all of a parameter, or None.
+        sizes: how many elements of a parameter each rank steps; None if it has an owner, or if every rank steps it.
+    """
+
+    leaves: dict[int, torch.Tensor]
+    owners: list[int | None]
+    sizes: list[Sequence[int] | None]
 
 
 class Division:
@@ -54,18 +66,19 @@ class Division:
         self._broadcasts: list[OwnerBroadcast] = []
         self.buckets: list[ParamBucket] = []
 
-    def divide(self, params: Sequence[torch.Tensor]) -> list[Part]:
+    def divide(self, params: Sequence[torch.Tensor]) -> Parts:
         """Divide the parameters of a group."""
+        nobody = Parts(dict(enumerate(params)), [None] * len(params), [None] * len(params))
         if self._unit == "all":
-            return [(param, None, None) for param in params]
+            return nobody
         if self._is_reduced or self._partition == "ranges":
-            return self._divide_buckets(params)
+            return self._divide_buckets(params, nobody)
         owners = assign_owners([param.numel() for param in params], self._loads)
         self._broadcasts.append(OwnerBroadcast(params, owners, self._group, as_views=self._as_views))
-        index = self._group.index
-        return [(param if owner == index else None, owner, None) for param, owner in zip(params, owners, strict=True)]
+        leaves = {i: param for i, param in enumerate(params) if owners[i] == self._group.index}
+        return Parts(leaves, list(owners), nobody.sizes)
 
-    def _divide_buckets(self, params: Sequence[torch.Tensor]) -> list[Part]:
+    def _divide_buckets(self, params: Sequence[torch.Tensor], parts: Parts) -> Parts:
         limit = self._bucket_limit
         if limit is None:
             limit = bucket_bytes(sum(param.nbytes for param in params))
@@ -78,15 +91,17 @@ class Division:
             [self._grain(param) for param in params],
             self._loads,
         )
-        has_owners = self._partition == "owners" or self._unit == "parameter"
-        parts: dict[int, Part] = {}
+        parts.leaves = {}
         for plan in plans:
             bucket = ParamBucket(params, plan, self._group, unit=self._unit, is_reduced=self._is_reduced)
             self.buckets.append(bucket)
+            parts.leaves.update(bucket.leaves)
             for j, i in enumerate(plan.members):
-                leaf = bucket.leaves.get(i)
-                parts[i] = (leaf, plan.owner(j), None) if has_owners else (leaf, None, plan.ranges.sizes(j))
-        return [parts[i] for i in range(len(params))]
+                if self._partition == "owners" or self._unit == "parameter":
+                    parts.owners[i] = plan.owner(j)
+                else:
+                    parts.sizes[i] = plan.ranges.sizes(j)
+        return parts
 
     def _grain(self, param: torch.Tensor) -> int:
         """Return how many consecutive elements of a parameter one rank must hold."""

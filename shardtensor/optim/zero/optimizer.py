@@ -3,6 +3,7 @@ new values to all ranks."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from shardtensor.optim.zero.arguments import (
     agree_on,
     as_groups,
     check_arguments,
+    copy_group,
     copy_options,
     one_axis,
     options_text,
@@ -103,6 +105,8 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
         [0.5, 0.5]
     """
 
+    _is_copy = False  # while it is deep-copied: a rank may copy it alone
+
     def __init__(
         self,
         params: Params,
@@ -119,10 +123,7 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
         **defaults: Any,
     ) -> None:
         groups = as_groups(params)
-        self.unit: UpdateUnit = update_unit(optimizer_class)
-        if partition is None:
-            partition = "ranges" if overlap_gradients and self.unit == "element" else "owners"
-        options = {
+        self._arguments = {"optimizer_class": optimizer_class, "process_group": process_group, **defaults} | {
             "parameters_as_bucket_view": parameters_as_bucket_view,
             "overlap_with_ddp": overlap_with_ddp,
             "partition": partition,
@@ -131,10 +132,13 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
             "offload_state": offload_state,
             "bucket_mib": bucket_mib,
         }
-        check_arguments(options, self.unit, optimizer_class, groups)
+        self.unit: UpdateUnit = update_unit(optimizer_class)
+        if partition is None:
+            partition = "ranges" if overlap_gradients and self.unit == "element" else "owners"
+        check_arguments(self._arguments, self.unit, partition, groups)
         self.overlap_with_ddp, self.partition = overlap_with_ddp, partition
         self.parameters_as_bucket_view, self.optimizer_class = parameters_as_bucket_view, optimizer_class
-        self._options, self._module, self._reduces = defaults, module, overlap_gradients
+        self._options = defaults
         self._is_built = False
         optim.Optimizer.__init__(self, groups, defaults)
         Joinable.__init__(self)
@@ -142,8 +146,9 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
         self.group: Group = one_axis(as_group(process_group))
         self.process_group = self.group.process_group
         self.gradients: PartitionedGradients | None = None
-        text = options_text(optimizer_class, defaults, options)
-        agree_on(self.group, "ZeroRedundancyOptimizer", text, self.param_groups, fault=self._reduced_already())
+        if not self._is_copy:
+            options = options_text(self._arguments, partition, defaults)
+            agree_on(self.group, "ZeroRedundancyOptimizer", options, self.param_groups, fault=self._reduced_already())
         starts_with_state = False
         if self.unit == "element":  # some classes make state in their constructor; all check their arguments there
             starts_with_state = bool(self._make([{"params": [torch.zeros(1, requires_grad=True)]}]).state)
@@ -174,17 +179,35 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
     def _hook_buckets(self) -> None:
         """Reduce the gradients of all buckets in backward, and wait for their values in forward, from now on."""
         if self.gradients is not None:
-            self._division.copy_from_first()
+            if not self._is_copy:
+                self._division.copy_from_first()
             self.gradients.set_buckets(self._division.buckets)
         if self._waits is not None:
             self._waits.remove()
-        module, buckets = self._module, self._division.buckets
+        module, buckets = self._arguments["module"], self._division.buckets
         self._waits = ForwardWaits(module, buckets) if module is not None and buckets else None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroRedundancyOptimizer:
+        self.wait()
+        self.synchronize()
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied._is_copy = True
+        groups = [copy_group(group, memo) for group in self.param_groups]
+        module = copy.deepcopy(self._arguments["module"], memo)
+        copied.__init__(groups, **(self._arguments | {"module": module}))  # type: ignore[misc]
+        for old, new in zip(self.partitioned.records.values(), copied.partitioned.records.values(), strict=True):
+            state = self.flat_groups.state_of(old.leaf)
+            if state:
+                copied.optim.state[new.leaf] = copy.deepcopy(dict(state), memo)
+        with torch.no_grad():  # the module may have been copied before `wait`
+            torch._foreach_copy_(copied._all_params, self._all_params)
+        copied.state.is_anywhere = self.state.is_anywhere
+        copied._is_copy = False
+        return copied
+
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a ZeroRedundancyOptimizer cannot be copied or pickled: it has a process group. Save its state_dict()"
-        )
+        raise TypeError("a ZeroRedundancyOptimizer cannot be pickled: it has a process group. Save its state_dict()")
 
     def _make(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
         return self.optimizer_class(groups, **self._options)
@@ -219,7 +242,7 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
 
     def _reduced_already(self) -> LayoutError | None:
         """Return the error if the gradient of a parameter is reduced by something else."""
-        if not self._reduces:
+        if not self._arguments["overlap_gradients"]:
             return None
         groups = self.param_groups
         names = [name for group in groups for name in group.get("param_names") or [""] * len(group["params"])]
@@ -230,8 +253,9 @@ class ZeroRedundancyOptimizer(StateDicts, Joinable):
         """Decide which rank steps which parameter of a group, and how their new values are sent."""
         params, first = group["params"], len(self.partitioned.records)
         names = group.get("param_names") or [str(first + i) for i in range(len(params))]
-        for name, param, part in zip(names, params, self._division.divide(params), strict=True):
-            self.partitioned.add(name, param, *part)
+        parts = self._division.divide(params)
+        for i, (name, param) in enumerate(zip(names, params, strict=True)):
+            self.partitioned.add(name, param, parts.leaves.get(i), parts.owners[i], parts.sizes[i])
 
     def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         leaves = [self.partitioned.leaf_of(param) for param in group["params"]]

@@ -54,6 +54,14 @@ class _Outline:
     dtype: torch.dtype
 
 
+@attrs.frozen
+class _Place:
+    """Where the state of a parameter is: its spec, or None if every rank holds all; whether this rank holds some."""
+
+    spec: Spec | None
+    is_held: bool
+
+
 class PartitionedState:
     """Which rank holds the state of which parameter, or of which of its elements.
 
@@ -66,8 +74,7 @@ class PartitionedState:
 
     def __init__(self, group: Group, *, by_rows: bool) -> None:
         self._group, self._by_rows = group, by_rows
-        self._specs: dict[int, Spec | None] = {}  # None if every rank holds all
-        self._is_held: dict[int, bool] = {}
+        self._places: dict[int, _Place] = {}
         self.records: dict[int, ParamRecord] = {}
 
     def add(
@@ -92,15 +99,15 @@ class PartitionedState:
         held = param.detach().new_empty(0) if leaf is None else leaf
         group = None if layout is None else self._group
         self.records[id(param)] = ParamRecord(name, param, held, layout, group, param.dtype, param.device)
-        self._specs[id(param)], self._is_held[id(param)] = spec, leaf is not None
+        self._places[id(param)] = _Place(spec, leaf is not None)
 
     def leaf_of(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor that this rank steps for a parameter, if any."""
-        return self.records[id(param)].leaf if self._is_held[id(param)] else None
+        return self.records[id(param)].leaf if self._places[id(param)].is_held else None
 
     def owner_of(self, param: torch.Tensor) -> int:
         """Return the rank in the group that steps a parameter."""
-        spec = self._specs[id(param)]
+        spec = self._places[id(param)].spec
         assert spec is not None and spec.only_part is not None, "parameters have owners"
         return spec.only_part.index
 
@@ -109,7 +116,7 @@ class PartitionedState:
 
     def _layout(self, record: ParamRecord, shape: Sequence[int]) -> Layout:
         """Return the layout of a state tensor of a parameter, of this global shape."""
-        spec = self._specs[id(record.param)]
+        spec = self._places[id(record.param)].spec
         assert spec is not None, "it is divided"
         own = tuple(record.param.shape)
         is_flat = spec.flat_part is not None
@@ -125,7 +132,7 @@ class PartitionedState:
     def fault(self, state: State) -> ShardTensorError | None:
         """Return the error if a loaded state tensor cannot be divided as its parameter is."""
         for record in self.records.values():
-            values = state.get(record.name, {}) if self._specs[id(record.param)] is not None else {}
+            values = state.get(record.name, {}) if self._places[id(record.param)].spec is not None else {}
             for value in tensors_in(values):
                 if value.dim():
                     try:
@@ -136,7 +143,7 @@ class PartitionedState:
 
     def _global_shape(self, record: ParamRecord, local: tuple[int, ...]) -> tuple[int, ...]:
         """Return the global shape of a state tensor of which a rank holds a part of this shape."""
-        spec = self._specs[id(record.param)]
+        spec = self._places[id(record.param)].spec
         if spec is None or spec.only_part is not None:
             return local
         shape = tuple(record.param.shape)
@@ -216,7 +223,7 @@ class PartitionedState:
                 values = state.pop(record.name, None)
                 if values is not None:
                     own = {key: self._part(value, record, key, group, copies) for key, value in values.items()}
-                    if self._is_held[id(record.param)]:
+                    if self._places[id(record.param)].is_held:
                         taken[record.leaf] = own
         optimizer.state.clear()
         taken.update(state)
@@ -236,7 +243,7 @@ class PartitionedState:
             value = local_as(value, self._layout(record, value.shape), self._group)
         elif isinstance(value, ShardedTensor):
             value = value.full_tensor()
-        if not self._is_held[id(record.param)]:
+        if not self._places[id(record.param)].is_held:
             return None
         if record.layout is not None and record.layout.packed:
             value = value.reshape(leaf.shape)

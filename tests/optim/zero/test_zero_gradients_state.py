@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 from torch import nn, optim
 from zero_models import (
     AVERAGED,
     PARTITIONS,
+    ROUNDED,
     SHAPES,
     assert_averaged,
     assert_equal,
@@ -37,19 +39,53 @@ def adam_pair(mode, **options):
     return model, ours, oracle, plain
 
 
-def refused(mode):
+def storages(params, optimizer):
+    tensors = [param.detach() for param in params.values()]
+    for state in optimizer.optim.state.values():
+        tensors += [x for x in state.values() if isinstance(x, torch.Tensor)]
+    return {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
+
+
+def copied(mode):
+    """A copy of model and optimizer goes on as the original does, and by itself."""
     model, ours, oracle, plain = adam_pair(mode)
     train_both(model, ours, oracle, plain, [0])
-    with pytest.raises(TypeError, match="cannot be copied or pickled"):
-        copy.deepcopy((model, ours))
-    train_both(model, ours, oracle, plain, [1])
+    other, its = copy.deepcopy((model, ours))
+    another, its_plain = copy.deepcopy((oracle, plain))
+    assert not storages(model, ours) & storages(other, its)
+    before = {name: param.detach().clone() for name, param in model.items()}
+    train_both(other, its, another, its_plain, [1, 2])
+    assert_equal(model, before)
+    assert all(param.grad is None for param in model.values())
+    train_both(model, ours, oracle, plain, [1, 2])
+    assert_equal(other, model, **ROUNDED)
+    train_both(other, its, another, its_plain, [3])
+
+
+@both
+@every_mode
+def test_a_deep_copy_trains_on_by_itself(world, mode):
+    world(copied, 3, mode=mode)
+
+
+def copied_between(mode):
+    """A copy made between backward and step: of the original, nothing is lost."""
+    model, ours, oracle, plain = adam_pair(mode)
+    backward(model, oracle, 0)
+    other, its = copy.deepcopy((model, ours))
+    another, its_plain = copy.deepcopy((oracle, plain))
+    assert_averaged(model, oracle)
+    assert_averaged(other, another)
+    for params, optimizer, reference, plain_ in ((model, ours, oracle, plain), (other, its, another, its_plain)):
+        optimizer.step()
+        plain_.step()
+        assert_equal(params, reference, **AVERAGED)
 
 
 @sim
 @every_mode
-def test_a_deep_copy_is_refused(world, mode):
-    """Another optimizer of a copied model loads the state dict."""
-    world(refused, 2, mode=mode)
+def test_a_deep_copy_between_backward_and_step(world, mode):
+    world(copied_between, 2, mode=mode)
 
 
 def grown(mode, when):
