@@ -37,9 +37,15 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     dtypes = ("bfloat16", "float16", "float32", "float64")
     parser.add_argument("--dtype", choices=dtypes, help="of parameters and values (default the model's)")
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, momentum, sgd or none (default adamw)")
-    parser.add_argument(
+    state = parser.add_mutually_exclusive_group()
+    state.add_argument(
         "--master-weights", action="store_true",
         help="the optimizer steps float32 copies of shorter parameters, and has its state in float32",
+    )  # fmt: skip
+    state.add_argument(
+        "--zero", choices=("owners", "ranges", "gradients"),
+        help="data ranks step parts, with ZeroRedundancyOptimizer: whole parameters, ranges, or ranges whose gradients "
+        "alone they hold",
     )  # fmt: skip
     parser.add_argument(
         "--checkpoint-activations", nargs="?", const="", metavar="PATTERN",

@@ -62,7 +62,7 @@ def costs(resolved: Resolved, options: argparse.Namespace) -> dict[str, Any]:
     except NotTraced as error:
         why_not = str(error)
     kept, live = (step.activation_bytes, step.peak_bytes) if step is not None else (0, 0)
-    held = {"optimizer": options.optimizer, "master_weights": options.master_weights}
+    held = {"optimizer": options.optimizer, "zero": options.zero, "master_weights": options.master_weights}
     found = plan_bytes(resolved, **held)
     both = {"most": (found.most, found.most_rank), "least": (found.least, found.least_rank)}
     memory = {name: _held(of, rank, kept, live) for name, (of, rank) in both.items()}

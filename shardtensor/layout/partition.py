@@ -1,13 +1,14 @@
-"""ZeRO: the owner of each parameter, buckets and their ranges. Integers only."""
+"""ZeRO: the owner of each parameter, buckets and their ranges, the bytes that each rank holds. Integers only."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import groupby
 from typing import Literal
 
 import attrs
 
-from shardtensor.layout.ranges import Ranges, lay_out, lay_out_owned
+from shardtensor.layout.ranges import REDUCE_BUFFERS, Ranges, lay_out, lay_out_owned
 
 Partition = Literal["owners", "ranges"]
 
@@ -131,3 +132,89 @@ def steps_as_one(plan: BucketPlan, itemsize: int, is_reduced: bool) -> bool:
     to be copied together."""
     most = SENT_ALONE_BYTES * (len(plan.members) // plan.ranges.ranks + 1)
     return is_reduced or plan.ranges.chunk * itemsize <= most
+
+
+@attrs.frozen
+class Param:
+    """A parameter: its number of elements, the bytes of one, whether it is trained, and which may share its buffer."""
+
+    length: int
+    itemsize: int
+    trains: bool
+    kind: Hashable
+
+
+@attrs.frozen
+class HeldBytes:
+    """The bytes that one rank holds: parameters, gradients, each state tensor of an elementwise class, and buffers."""
+
+    parameters: int = 0
+    gradients: int = 0
+    state: int = 0
+    buffers: int = 0
+
+
+def held_bytes(params: Sequence[Param], ranks: int, rank: int, partition: Partition, *, is_reduced: bool) -> HeldBytes:
+    """Return what one rank holds of parameters in one group, with an elementwise class.
+
+    Args:
+        is_reduced: gradients are reduced to the ranks that step them.
+    """
+    if partition == "owners" and not is_reduced:
+        return _held_by_owners(params, ranks, rank)
+    limit = bucket_bytes(sum(param.length * param.itemsize for param in params))
+    plans = plan_buckets(
+        [(param.kind, param.trains) for param in params],
+        [param.length for param in params],
+        ranks,
+        [int(limit) // param.itemsize for param in params],
+        partition,
+        [1] * len(params),
+        [0] * ranks,
+    )
+    parameters = gradients = state = buffers = 0
+    packed: dict[Hashable, int] = {}
+    for plan in plans:
+        first = params[plan.members[0]]
+        item, chunk = first.itemsize, plan.ranges.chunk
+        parameters += plan.ranges.total * item
+        if not first.trains:
+            continue
+        as_one = steps_as_one(plan, item, is_reduced)
+        state += _stepped(plan, rank, as_one) * item
+        if is_reduced:
+            gradients += chunk * item
+            packed[first.kind] = max(packed.get(first.kind, 0), plan.ranges.total * item)
+        else:
+            gradients += sum(params[i].length for i in plan.members) * item
+            buffers += chunk * item if as_one else 0
+    return HeldBytes(parameters, gradients, state, buffers + REDUCE_BUFFERS * sum(packed.values()))
+
+
+def _held_by_owners(params: Sequence[Param], ranks: int, rank: int) -> HeldBytes:
+    owners = assign_owners([param.length for param in params], [0] * ranks)
+    sizes = [param.length * param.itemsize for param in params]
+    trained = [size if param.trains else 0 for size, param in zip(sizes, params, strict=True)]
+    packed: dict[Hashable, list[Param]] = {}
+    for param, owner, size in zip(params, owners, sizes, strict=True):
+        if size < SENT_ALONE_BYTES:
+            packed.setdefault((owner, param.kind), []).append(param)
+    buffers = sum(
+        lay_out_owned([param.length for param in own], 1, [0] * len(own)).total * own[0].itemsize
+        for own in packed.values()
+    )
+    state = sum(size for size, owner in zip(trained, owners, strict=True) if owner == rank)
+    return HeldBytes(sum(sizes), sum(trained), state, buffers)
+
+
+def _stepped(plan: BucketPlan, rank: int, as_one: bool) -> int:
+    """Return how many elements of a bucket a rank steps, and if adjacent ones are one tensor, of padding between."""
+    lengths, cuts = plan.ranges.lengths, plan.ranges.cuts(rank)
+    sizes = cuts[1::2]
+    held = [j for j, size in enumerate(sizes) if size or not (lengths[j] or rank)]
+    if not as_one:
+        return sum(sizes)
+    if len(held) == len(lengths) > 1:
+        return plan.ranges.chunk
+    runs = [list(run) for _, run in groupby(held, lambda j: j - held.index(j))]
+    return sum(sum(cuts[2 * run[0] + 1 : 2 * run[-1] + 2]) for run in runs)

@@ -271,6 +271,8 @@ def test_master_weights_are_float32_copies_with_float32_state(capsys, config):
     assert master["total"] - short["total"] == 2 * short["parameters"] + short["optimizer"]
     assert main(["plan", *args, "--master-weights"]) == 0
     assert "float32 master weights" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", *args, "--master-weights", "--zero", "ranges"])
 
 
 @traced

@@ -62,6 +62,12 @@ def report(*options: str) -> dict[str, Any]:
     return plan_report(parser.parse_args(["plan", "llama", "--model", config, "--world", "4", "--no-step", *options]))
 
 
+def state_is_sharded() -> None:
+    """A rank holds two numbers of AdamW for each element of its shards alone."""
+    held = report()["memory"]["most"]
+    assert held["optimizer"] == 2 * held["parameters"] < report("--set", "tp=1")["memory"]["most"]["optimizer"]
+
+
 LLAMA = read_config(MODELS / "llama3-8b" / "config.json")[0]
 GPT = dict(LLAMA) | {"model_type": "gpt_neox"}
 MODULE = "fixes.command_cases:net"
@@ -97,6 +103,11 @@ CASES: dict[str, Case] = {
             "put them beside it": lambda: index(True),
             "give --model config.json alone, if the plan has dims": of({}),
         },
+        mesh="",
+    ),
+    "parts of parameters that are sharded": Case(
+        lambda: report("--zero", "owners"),
+        {"leave --zero out: sharded parameters have sharded state": state_is_sharded},
         mesh="",
     ),
 }

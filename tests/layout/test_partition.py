@@ -10,7 +10,7 @@ from harness.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtensor.layout.partition import assign_owners, plan_buckets
+from shardtensor.layout.partition import HeldBytes, Param, assign_owners, held_bytes, plan_buckets
 
 RANKS = st.integers(1, 9)
 
@@ -132,6 +132,47 @@ def test_ranges_are_equal_whatever_the_sizes(ranks):
     lengths = [1600, 16, 320]
     (plan,) = plan_buckets(["float32"] * 3, lengths, ranks, [10**9] * 3, "ranges", [1] * 3, [0] * ranks)
     assert plan.ranges.chunk <= math.ceil(sum(lengths) / ranks / 16) * 16
+
+
+def trained(*lengths: int) -> list[Param]:
+    return [Param(length, 4, True, "float32") for length in lengths]
+
+
+def test_bytes_of_owners():
+    """70,000 floats are sent by themselves; the other two are packed by their owner, each from a multiple of 16."""
+    params = [*trained(70_000, 3), Param(5, 4, False, "float32")]
+    held = [held_bytes(params, 2, rank, "owners", is_reduced=False) for rank in range(2)]
+    assert held == [HeldBytes(280_032, 280_012, state, 32 * 4) for state in (280_000, 12)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "chunk", "stepped"),
+    [
+        ((40, 24), 48, (40, 24)),  # one parameter each: stepped without padding
+        ((8, 8, 64), 48, (48, 48)),  # the first rank steps all of its range as one tensor
+        ((8, 8, 40, 8), 48, (48, 40)),  # from the first to the last element of several parameters
+    ],
+)
+def test_bytes_of_ranges(lengths, chunk, stepped):
+    params = trained(*lengths)
+    for rank, state in enumerate(stepped):
+        found = held_bytes(params, 2, rank, "ranges", is_reduced=False)
+        assert found == HeldBytes(8 * chunk, 4 * sum(lengths), 4 * state, 4 * chunk)
+        found = held_bytes(params, 2, rank, "ranges", is_reduced=True)
+        assert found == HeldBytes(8 * chunk, 4 * chunk, 4 * state, 2 * 8 * chunk)
+
+
+def test_bytes_of_large_and_of_frozen_parameters():
+    """Gradients of large parameters are not copied together; frozen ones have a bucket, and no more."""
+    params = [*trained(1 << 20), Param(32, 4, False, "float32")]
+    found = held_bytes(params, 2, 1, "ranges", is_reduced=False)
+    assert found == HeldBytes(4 * ((1 << 20) + 32), 4 << 20, 2 << 20, 0)
+
+
+def test_an_empty_parameter_is_the_first_ranks():
+    params = trained(16, 0, 16)
+    found = [held_bytes(params, 2, rank, "ranges", is_reduced=True).state for rank in range(2)]
+    assert found == [16 * 4, 16 * 4]
 
 
 def test_buckets_with_owners_wait_until_they_are_balanced():

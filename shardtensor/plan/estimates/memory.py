@@ -6,6 +6,7 @@ activations, is not included.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
@@ -15,6 +16,7 @@ import attrs
 
 from shardtensor.errors import PlanError
 from shardtensor.layout.layout import Layout, ListedLayout, MeshLayout
+from shardtensor.layout.partition import Param, Partition, held_bytes
 from shardtensor.layout.ranges import REDUCE_BUFFERS, SMALL_BYTES, aligned_bytes, gather_buffers
 from shardtensor.mesh import Mesh, index_along
 from shardtensor.plan.match.units import Flat, GatherUnit, gather_units, own_tensors
@@ -23,6 +25,14 @@ from shardtensor.plan.resolved import Resolved
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0, "none": 0}
 """The number of state tensors for each parameter, by the name of the optimizer; ``momentum`` is SGD with momentum."""
+
+
+ZERO: dict[str, tuple[Partition, bool]] = {
+    "owners": ("owners", False),
+    "ranges": ("ranges", False),
+    "gradients": ("ranges", True),
+}
+"""How a `ZeroRedundancyOptimizer` steps parameters in parts: its partition, and whether it reduces gradients."""
 
 
 @attrs.frozen
@@ -84,6 +94,25 @@ class _Optimizer:
         return RankBytes(optimizer=self.states * size, tensors=self.states + 1, master_weights=size)
 
 
+@attrs.frozen
+class _Zero:
+    """The parameters of a `ZeroRedundancyOptimizer`, which data ranks step in parts."""
+
+    params: tuple[Param, ...]
+    axes: tuple[int, ...]
+    mode: str
+
+    def on(self, rank: int, mesh: Mesh, optimizer: _Optimizer) -> RankBytes:
+        ranks = math.prod(mesh.sizes[axis] for axis in self.axes)
+        partition, is_reduced = ZERO[self.mode]
+        held = held_bytes(self.params, ranks, _index_along(self.axes, mesh, rank), partition, is_reduced=is_reduced)
+        return RankBytes(
+            *(held.parameters, held.gradients, optimizer.states * held.state),
+            gathered=held.buffers,
+            tensors=(2 + optimizer.states) * len(self.params),
+        )
+
+
 @attrs.frozen(eq=False)
 class _Held:
     """What ranks hold of a plan, each kind with its number: layers are alike.
@@ -97,10 +126,13 @@ class _Held:
     units: tuple[GatherUnit, ...]
     tensors: Counter[tuple[Layout, str, bool, bool]]
     flats: Counter[Flat]
+    zero: _Zero | None
 
     def on(self, rank: int, optimizer: _Optimizer) -> RankBytes:
         """Return the bytes of one rank."""
         found = RankBytes(gathered=self._gathered(rank))
+        if self.zero is not None:
+            found = found.plus(self.zero.on(rank, self.mesh, optimizer))
         for (layout, dtype, trains, is_buffer), times in self.tensors.items():
             size = layout.numel(rank) * BYTES[dtype]
             each = RankBytes(buffers=size, tensors=1) if is_buffer else RankBytes(parameters=size, tensors=1)
@@ -111,9 +143,7 @@ class _Held:
             ranges = flat.ranges(rank)
             size = stepped = ranges.chunk
             if len(flat.layouts) == 1:  # the optimizer steps the only parameter, not the padding after it
-                here = self.mesh.coordinate(rank)
-                assert here is not None, "a rank of the mesh"
-                start, stop = ranges.piece(0, index_along(flat.axes, self.mesh.sizes, here))
+                start, stop = ranges.piece(0, _index_along(flat.axes, self.mesh, rank))
                 stepped = stop - start
             size *= BYTES[flat.dtype]
             each = RankBytes(parameters=size, tensors=1)
@@ -137,6 +167,8 @@ class _Held:
         """Yield ranks, among them one of each amount that ranks hold; along axes without a difference, the first."""
         mesh = self.mesh
         places: dict[int, set[int]] = {axis: {0} for axis in range(len(mesh.sizes))}
+        for axis in self.zero.axes if self.zero is not None else ():
+            places[axis] |= {*range(mesh.sizes[axis])}
         layouts = {layout for layout, *_ in self.tensors}.union(*(flat.layouts for flat in self.flats))
         for axis in {axis for layout in layouts for axis in _uneven_axes(layout, mesh)}:
             places[axis] |= {*range(mesh.sizes[axis])}
@@ -153,46 +185,75 @@ class _Held:
         yield from (mesh.rank_at(place) for place in product(*(sorted(each) for each in places.values())))
 
 
-def rank_bytes(resolved: Resolved, rank: int, *, optimizer: str = "adamw", master_weights: bool = False) -> RankBytes:
+def rank_bytes(
+    resolved: Resolved, rank: int, *, optimizer: str = "adamw", zero: str | None = None, master_weights: bool = False
+) -> RankBytes:
     """Return the bytes that one rank holds.
 
     Args:
         rank: of the world.
         optimizer: one of `OPTIMIZERS`.
+        zero: one of `ZERO`: data ranks step whole parameters or ranges, and hold all gradients or those that they step.
         master_weights: the optimizer holds a float32 copy of each parameter of a shorter dtype that it steps, and has
-            its state in float32.
+            its state in float32; not with `zero`.
 
     Raises:
-        PlanError: the optimizer is not known, or the plan has no such rank.
+        PlanError: the optimizer is not known, the plan has no such rank, or `zero` does not fit the plan.
     """
     mesh = resolved.plan.axes.mesh
     if rank not in mesh.ranks:
         raise PlanError(f"the plan has no rank {rank}", {"ranks": f"{mesh.ranks[0]} to {mesh.ranks[-1]}"})
-    return _held(resolved).on(rank, _optimizer(optimizer, master_weights))
+    return _held(resolved, zero).on(rank, _optimizer(optimizer, master_weights))
 
 
-def plan_bytes(resolved: Resolved, *, optimizer: str = "adamw", master_weights: bool = False) -> PlanBytes:
+def plan_bytes(
+    resolved: Resolved, *, optimizer: str = "adamw", zero: str | None = None, master_weights: bool = False
+) -> PlanBytes:
     """Return the least and the most that any rank holds. The time grows with the number of different ranks, mostly one.
 
     Args:
-        optimizer, master_weights: as for `rank_bytes`.
+        optimizer, zero, master_weights: as for `rank_bytes`.
 
     Raises:
-        PlanError: the optimizer is not known.
+        PlanError: the optimizer is not known, or `zero` does not fit the plan.
     """
-    held, stepped = _held(resolved), _optimizer(optimizer, master_weights)
+    held, stepped = _held(resolved, zero), _optimizer(optimizer, master_weights)
     each = [(held.on(rank, stepped), rank) for rank in held.ranks()]
     least, most = (choose(each, key=lambda pair: pair[0].total) for choose in (min, max))
     return PlanBytes(*least, *most)
 
 
-def _held(resolved: Resolved) -> _Held:
-    units = gather_units(resolved)
+def _held(resolved: Resolved, zero: str | None) -> _Held:
+    units, own = gather_units(resolved), own_tensors(resolved)
+    parts = _of_zero(resolved, zero) if zero is not None else None
     tensors = Counter(
         (placed.layout, placed.tensor.dtype, placed.tensor.requires_grad, placed.tensor.is_buffer)
-        for placed in own_tensors(resolved) if placed.stored is None or placed.tensor.is_buffer
+        for placed in own if placed.tensor.is_buffer or (placed.stored is None and parts is None)
     )  # fmt: skip
-    return _Held(resolved.plan.axes.mesh, units, tensors, Counter(flat for unit in units for flat in unit.flats))
+    flats = Counter(flat for unit in units for flat in unit.flats)
+    return _Held(resolved.plan.axes.mesh, units, tensors, flats, parts)
+
+
+def _of_zero(resolved: Resolved, mode: str) -> _Zero:
+    placed = [each for each in own_tensors(resolved) if not each.tensor.is_buffer]
+    sharded = [each.tensor.name for each in placed if each.stored is not None or each.layout.sharding_axes]
+    if sharded:
+        raise PlanError(
+            "ZeroRedundancyOptimizer steps parameters that every rank holds whole, and the plan shards some",
+            {"sharded": ", ".join(sharded[:8])},
+            "leave --zero out: sharded parameters have sharded state",
+        )
+    axes = resolved.plan.axes
+    items = [(each.tensor.dtype, each.tensor.requires_grad, math.prod(each.tensor.shape)) for each in placed]
+    params = tuple(Param(length, BYTES[dtype], trains, dtype) for dtype, trains, length in items)
+    return _Zero(params, tuple(axes.mesh.names.index(leaf) for leaf in axes.leaves(axes.data)), mode)
+
+
+def _index_along(axes: tuple[int, ...], mesh: Mesh, rank: int) -> int:
+    """Return the number of a rank among those along some axes of the mesh."""
+    here = mesh.coordinate(rank)
+    assert here is not None, "a rank of the mesh"
+    return index_along(axes, mesh.sizes, here)
 
 
 def _optimizer(name: str, master_weights: bool) -> _Optimizer:
