@@ -140,10 +140,12 @@ def _local_call(call: BoundCall, rule: Rule, row: Row, *, for_every_dtype: bool)
     """Return how a call is made on local tensors; None if the rule does not apply. See `chosen_sharding`."""
     pattern, places, present = row.pattern, call.places, call.present
     assert pattern is not None
-    if pattern.is_elementwise:
-        first, *others = {x._layout if isinstance(x, ShardedTensor) else None for x in present}
-        if not others and first is not None and not first.partial and not isinstance(first, MeshLayout):
-            return LocalCall(call.func, first)  # boxes and ranges, all alike
+    if pattern.is_elementwise:  # boxes and ranges, all alike; plain operands are cut like them
+        first, *others = {x._layout for x in present if isinstance(x, ShardedTensor)}
+        is_one = not others and not first.partial and all(x.shape == first.shape for x in present)
+        if is_one and not isinstance(first, MeshLayout):
+            plain = (place for x, place in zip(present, places, strict=True) if not isinstance(x, ShardedTensor))
+            return LocalCall(call.func, first, (), tuple((place, None, first) for place in plain))
     if pattern.reduces and pattern.combine and not rule.whole:
         found = _of_all_elements(call, pattern)
         if found is not None:
