@@ -23,6 +23,7 @@ from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, RuleError, SpecError
 from shardtensor.layout.bind import bind
 from shardtensor.layout.layout import MeshLayout
+from shardtensor.layout.pieces import Stepped
 from shardtensor.mesh import Mesh
 from shardtensor.ops.engine import HALF
 from shardtensor.ops.indices import out_of_range, widest
@@ -39,6 +40,7 @@ class Classes:
     Attributes:
         count: of all classes.
         start, held: the first class that this rank has, and how many.
+        padded: how many columns its logits have if they include the padding of the shard.
         group: the ranks that the classes are sharded over.
         data: the ranks that have other targets, whose count a mean divides by; None if there are none.
         text: the spec, for messages.
@@ -47,18 +49,21 @@ class Classes:
     count: int
     start: int
     held: int
+    padded: int
     group: Group
     data: Group | None
     text: str
 
     def fault_of(self, width: int) -> LayoutError | None:
         """Return the fault of logits with so many columns on this rank."""
-        if width == self.held:
+        if width in (self.held, self.padded):
             return None
         span = f"{self.start} to {self.start + self.held - 1}" if self.held else "none"
+        facts = {"spec": self.text, "classes here": span}
+        facts |= {"with padding": f"{self.padded} columns"} if self.padded != self.held else {}
         return LayoutError(
             f"the logits have {width} columns where {self.held} of the {self.count} classes are",
-            {"spec": self.text, "classes here": span},
+            facts,
             "give num_classes and the spec in which the head leaves its logits",
         )
 
@@ -72,7 +77,7 @@ def classes_of(
     """Bind the last dim of `spec`. Sends nothing (the first use of some axes together makes their group)."""
     cut = _last_cut(as_spec(spec))
     mesh = mesh_of(group)
-    start, held = _columns(cut, num_classes, mesh, group.rank)
+    start, held, padded = _columns(cut, num_classes, mesh, group.rank)
     names = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
     mesh.refuse_unknown(names)
     if any(name in cut.axes for name in names):
@@ -82,7 +87,7 @@ def classes_of(
             "name the other axes of the mesh as data_axes",
         )
     data = group_along(group, names) if names else None
-    return Classes(num_classes, start, held, group_along(group, cut.axes), data, str(Spec(..., cut)))
+    return Classes(num_classes, start, held, padded, group_along(group, cut.axes), data, str(Spec(..., cut)))
 
 
 def _last_cut(spec: ShardingSpec) -> Cut:
@@ -112,13 +117,16 @@ def _last_cut(spec: ShardingSpec) -> Cut:
 
 
 @lru_cache(maxsize=1024)
-def _columns(cut: Cut, num_classes: int, mesh: Mesh, rank: int) -> tuple[int, int]:
-    """Return the first class of a rank, and how many it has."""
+def _columns(cut: Cut, num_classes: int, mesh: Mesh, rank: int) -> tuple[int, int, int]:
+    """Return the first class of a rank, how many it has, and how many columns with the padding of the shard."""
     if num_classes < 1:
         raise LayoutError(f"num_classes={num_classes}: there is at least one class")
     layout = bind(Spec(cut), (num_classes,), mesh)
     assert isinstance(layout, MeshLayout) and layout.dims[0] is not None
-    return layout.start(rank, 0), layout.local_shape(rank)[0]
+    held = layout.local_shape(rank)[0]
+    pieces = layout.dims[0].pieces
+    padded = pieces.step if cut.pad is not None and isinstance(pieces, Stepped) else held
+    return layout.start(rank, 0), held, padded
 
 
 _TURN = 1 << 23
@@ -135,7 +143,7 @@ class RowSums(Function):
     def forward(
         ctx: Any, logits: torch.Tensor, ids: torch.Tensor, columns: torch.Tensor | None, classes: Classes, evenly: bool
     ) -> tuple[torch.Tensor, ...]:
-        x = _rows(logits)
+        x = _rows(logits, classes)
         wide = torch.float32 if logits.dtype in HALF else logits.dtype
         top = _joined_top(x, wide, classes.fault_of(logits.shape[-1]), classes.group)
         own = _summed(x, top, columns, evenly)
@@ -145,6 +153,7 @@ class RowSums(Function):
         d_at = x.gather(1, at).squeeze(1) - top if x.shape[1] else torch.zeros_like(top)
         total_exp, *evens, d_target = classes.group.all_reduce(torch.stack([*own, torch.where(mask, d_at, 0)])).unbind()
         ctx.save_for_backward(logits, top, total_exp, d_at, at, mask, columns)
+        ctx.classes = classes
         ctx.mark_non_differentiable(top)
         return top, total_exp.log(), d_target.clone(), *(each.clone() for each in evens)
 
@@ -152,9 +161,9 @@ class RowSums(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return _gradient(saved, grads[1:]), *[None] * 4
+            return _gradient(saved, grads[1:], ctx.classes), *[None] * 4
         with torch.no_grad():
-            found = _gradient(saved, grads[1:])
+            found = _gradient(saved, grads[1:], ctx.classes)
         return _Once.apply(found, saved[0], *grads[1:]), *[None] * 4
 
 
@@ -173,12 +182,16 @@ class _Once(Function):
         )
 
 
-def _gradient(saved: tuple[Any, ...], grads: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _gradient(saved: tuple[Any, ...], grads: tuple[torch.Tensor, ...], classes: Classes) -> torch.Tensor:
     """Return ``exp(x - top) * rate`` plus `even`; at the target all terms are summed before they are rounded."""
     logits, top, total_exp, d_at, at, mask, columns = saved
     rate, even = grads[0] / total_exp, grads[2] if len(grads) > 2 else None
-    x = _rows(logits)
-    out = logits.new_empty(x.shape)
+    x = _rows(logits, classes)
+    out = logits.new_empty(x.shape[0], logits.shape[-1])
+    part = out
+    if out.shape != x.shape:
+        part = out[:, : x.shape[1]]
+        out[:, x.shape[1] :] = 0  # padding
     net = rate * d_at.exp() + torch.where(mask, grads[1], 0)
     if even is not None:
         columns = rate.new_ones(x.shape[1]) if columns is None else columns
@@ -189,15 +202,17 @@ def _gradient(saved: tuple[Any, ...], grads: tuple[torch.Tensor, ...]) -> torch.
         p = (x[rows] - top[rows].unsqueeze(1)).exp_().mul_(rate[rows])
         if even is not None:
             p = p.addcmul_(even[rows], columns)
-        out[rows].copy_(p)
+        part[rows].copy_(p)
     if x.shape[1]:
-        out.scatter_(1, at, net.unsqueeze(1).to(out.dtype))
+        part.scatter_(1, at, net.unsqueeze(1).to(part.dtype))
     return out.view(logits.shape)
 
 
-def _rows(logits: torch.Tensor) -> torch.Tensor:
-    """Return one row for each target."""
-    return logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
+def _rows(logits: torch.Tensor, classes: Classes) -> torch.Tensor:
+    """Return one row for each target, without the columns of padding."""
+    width = logits.shape[-1]
+    x = logits.reshape(math.prod(logits.shape[:-1]), width)
+    return x[:, : classes.held] if width > classes.held else x
 
 
 def _joined_top(x: torch.Tensor, wide: torch.dtype, fault: LayoutError | None, subgroup: Group) -> torch.Tensor:
@@ -257,7 +272,8 @@ class ParallelCrossEntropy(nn.Module):
         z_loss: adds ``z_loss * logsumexp(logits)**2`` to the loss of each valid target, weighted like the target.
 
     Called with:
-        logits: floats; global shape ``(..., num_classes)``, local ``(..., columns)``, without padding.
+        logits: floats; global shape ``(..., num_classes)``, local ``(..., columns)``. The local tensor may or may not
+            have the columns that ``pad(n)`` adds: they are ignored and their gradient is 0.
         target: class indices of all classes, ``(...)``, equal on all ranks.
 
     Returns:

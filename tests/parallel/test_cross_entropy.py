@@ -54,17 +54,18 @@ def dense(logits, target, weight=None, ignore_index=-100, reduction="mean", labe
     return loss + {"none": z, "sum": z.sum(), "mean": z.sum() / share.sum()}[reduction]
 
 
-def columns(whole: torch.Tensor, count: int, spec: str) -> torch.Tensor:
-    """This rank's columns."""
+def columns(whole: torch.Tensor, count: int, spec: str, filling: float | None = None) -> torch.Tensor:
+    """This rank's columns; with a `filling`, those of padding too."""
     classes = classes_of(count, spec, as_group())
-    return whole.detach()[..., classes.start : classes.start + classes.held].clone()
+    local = whole.detach()[..., classes.start : classes.start + classes.held].clone()
+    return local if filling is None else F.pad(local, (0, classes.padded - classes.held), value=filling)
 
 
-def check_one(count, spec, dtype=torch.float64, tolerance=1e-12, weighted=False, **options) -> None:
+def check_one(count, spec, dtype=torch.float64, filling=None, tolerance=1e-12, weighted=False, **options) -> None:
     whole, target, weight = draw(count, dtype)
     weight = weight if weighted else None
     whole.requires_grad_()
-    local = columns(whole, count, spec).requires_grad_()
+    local = columns(whole, count, spec, filling).requires_grad_()
     expected = dense(whole, target, weight, **options)
     loss = parallel_cross_entropy(local, target, weight, num_classes=count, spec=spec, **options)
     assert loss.dtype == dtype and loss.shape == expected.shape
@@ -72,7 +73,9 @@ def check_one(count, spec, dtype=torch.float64, tolerance=1e-12, weighted=False,
     upstream = torch.linspace(0.5, 2, max(loss.numel(), 1), dtype=dtype, device=device()).view(loss.shape)
     (local_grad,) = torch.autograd.grad(loss, local, upstream)
     (grad,) = torch.autograd.grad(expected, whole, upstream)
-    torch.testing.assert_close(local_grad, columns(grad, count, spec), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(local_grad, columns(grad, count, spec, filling and 0.0), rtol=tolerance, atol=tolerance)
+    padding = local_grad[..., columns(grad, count, spec).shape[-1] :]
+    assert not padding.any(), "the gradient of padding is exactly 0"
 
 
 OPTIONS = [
@@ -99,6 +102,18 @@ def test_it_equals_torch_under_every_option(world, size):
 @pytest.mark.worlds("gloo")
 def test_it_equals_torch_between_processes(world):
     world(check_all, 3, cuts=CUTS[2:], every=7)
+
+
+def check_padding() -> None:
+    for filling in (0.0, 1e30, math.inf, -math.inf, math.nan):
+        for options in OPTIONS[::5]:
+            check_one(13, "[..., tp pad(8)]", filling=filling, **options)
+
+
+@pytest.mark.worlds("sim")
+@every_size
+def test_columns_of_padding_count_for_nothing_whatever_is_in_them(world, size):
+    world(check_padding, size)
 
 
 def check_extremes() -> None:
@@ -327,7 +342,7 @@ def check_compiled() -> None:
         whole, target, _ = draw(13, dtype)
         results = []
         for run, stance in ((loss, "default"), (compiled, "default"), (compiled, "fail_on_recompile")):
-            local = columns(whole, 13, "[..., tp pad(8)]").requires_grad_()
+            local = columns(whole, 13, "[..., tp pad(8)]", 7.0).requires_grad_()
             with torch.compiler.set_stance(stance):
                 found = run(local * 1, target)
             found.sum().backward()
