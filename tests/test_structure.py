@@ -20,11 +20,11 @@ spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 51_000
+LINES = 51_050
 IN_CIRCLES: dict[str, int] = {}
 DEFINED_TWICE = 23
 LATE_IMPORTS = 16
-OF_ONE_IMPORTER = 53
+OF_ONE_IMPORTER = 54
 """What there is today of each; a commit that takes some away lowers the number, and only a feature raises it."""
 
 OWN_CODE = {"broadcast_object", "custom_ops", "ported", "rrefs"}

@@ -18,11 +18,12 @@ from torch import nn, optim
 from shardtensor.checkpoint.checksums import fingerprints
 from shardtensor.checkpoint.contents import collect, models_of, optimizer_state, sections
 from shardtensor.checkpoint.manifest import TensorRecord, rank_file
+from shardtensor.checkpoint.optimizer_targets import load_by_name, optimizer_targets
 from shardtensor.checkpoint.random_states import rng_state, set_rng_state
 from shardtensor.checkpoint.reading import OpenFiles, Reading, fill, verify
 from shardtensor.checkpoint.saving import wait_for_save
 from shardtensor.checkpoint.stored import Stored, open_checkpoint
-from shardtensor.checkpoint.targets import ReadTarget, load_by_name, model_targets, optimizer_targets, target_of
+from shardtensor.checkpoint.targets import ReadTarget, model_targets, target_of
 from shardtensor.checkpoint.tensor_file import DTYPES
 from shardtensor.checkpoint.together import agree_or_raise, fault_of
 from shardtensor.checkpoint.values import decode, dtype_named, final, stored_in
