@@ -6,7 +6,7 @@ reduction for the whole list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch.optim.optimizer import _foreach_supported_types as _optim_types
 from torch.utils._foreach_utils import _foreach_supported_types as _list_types
 
 from shardtensor.comm.group import Group
-from shardtensor.layout.layout import Layout
-from shardtensor.tensor.dispatch import implements, implements_each
+from shardtensor.comm.redistribute import part
+from shardtensor.errors import RuleError
+from shardtensor.layout.layout import Layout, replicated
+from shardtensor.tensor.dispatch import implements, implements_each, refuse_partial_write
 from shardtensor.tensor.fallback import fall_back
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, reduced, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, reduced, wrap
 
 Tensors = Sequence[torch.Tensor]
 _LISTS = (list, tuple)
@@ -32,10 +34,7 @@ for _types in (_optim_types, _list_types):
 
 
 def on_lists(func: Any) -> Callable[..., Any]:
-    """Return the handler of an elementwise function over lists of tensors, in place or not.
-
-    Lists whose tensors lie alike at each position are computed on local tensors, in one call; others gather.
-    """
+    """Return the handler of an elementwise function over lists of tensors, in place or not."""
     in_place = func.__name__.endswith("_")
     is_step = func.__name__.startswith("_fused_")
 
@@ -43,46 +42,53 @@ def on_lists(func: Any) -> Callable[..., Any]:
         operands = [*args, *kwargs.values()]
         places = [i for i, x in enumerate(operands) if isinstance(x, _LISTS) and x and isinstance(x[0], torch.Tensor)]
         lists = [operands[i] for i in places]
-        if not _are_alike(lists):
-            out = fall_back(func, args, kwargs)
-            return args[0] if in_place and out is not None else out
-        for i, tensors in zip(places, lists, strict=True):
-            operands[i] = _of_each(tensors, _LOCAL, lambda x: x)
+        aligned = _aligned(func.__name__, lists, in_place, is_step)
+        if aligned is None:
+            return fall_back(func, args, kwargs)
+        locals_, columns, is_moved = aligned
+        for i, tensors in zip(places, locals_, strict=True):
+            operands[i] = tensors
         operands = [x.full_tensor() if isinstance(x, ShardedTensor) else x for x in operands]  # one number for all
         count = len(args)
         out = func(*operands[:count], **dict(zip(kwargs, operands[count:], strict=True)))
         if in_place:
             if is_step:  # these kernels count no version, which autograd and fully sharded modules read
-                torch._C._increment_version(operands[places[0]])
+                torch._C._increment_version(locals_[0])
+                for tensors, given in zip(locals_, lists, strict=True) if is_moved else ():
+                    _write_back(given, tensors, columns)
             return args[0] if out is not None and args else out
-        return [
-            wrap(x, like._layout, None, like._group)
-            if isinstance(like, ShardedTensor) and x.shape == like._local.shape
-            else x
-            for x, like in zip(out, lists[0], strict=True)
-        ]
+        return [x if like is None else wrap(x, like[0], None, like[1]) for x, like in zip(out, columns, strict=True)]
 
     return handler
 
 
-def _are_alike(lists: list[Tensors]) -> bool:
-    """Return whether the tensors at each position of the lists lie alike: in one layout, not partial, or whole on every
-    rank, or plain numbers."""
+Column = tuple[Layout, Group] | None
+"""The layout and the group of the tensors at one position of the lists; None for plain tensors."""
+
+
+def _aligned(
+    name: str, lists: list[Tensors], in_place: bool, is_step: bool
+) -> tuple[list[list[torch.Tensor]], list[Column], bool] | None:
+    """Return local tensors, of one layout at each position of the lists; the columns; whether any was redistributed."""
     layouts = [_of_each(tensors, _LAYOUT, lambda _: None) for tensors in lists]
-    if any([layout is not None and layout.partial for layout in layouts[0]]):
-        return False
-    if all(other == layouts[0] for other in layouts):
-        return True
-    layouts = [[_unless_whole(x) for x in tensors] for tensors in lists]
-    return all(
-        y == first or (y is None and not x.dim())
+    first = layouts[0]
+    if all(
+        other == first or all([y is None and not x.dim() for x, y in zip(tensors, other, strict=True)])
         for tensors, other in zip(lists, layouts, strict=True)
-        for x, y, first in zip(tensors, other, layouts[0], strict=True)
-    )
-
-
-def _unless_whole(x: torch.Tensor) -> Layout | None:
-    return x._layout if isinstance(x, ShardedTensor) and not x._layout.is_whole_on_all(x._group.size) else None
+    ) and not any([layout is not None and layout.partial for layout in first]):
+        locals_ = [_of_each(tensors, _LOCAL, lambda x: x) for tensors in lists]
+        if in_place:
+            return locals_, [], False
+        return locals_, [(x._layout, x._group) if isinstance(x, ShardedTensor) else None for x in lists[0]], False
+    locals_, columns = [[] for _ in lists], []
+    for column in zip(*lists, strict=True):
+        found = _column(name, column, in_place, is_step)
+        if found is None:
+            return None
+        columns.append(found[1])
+        for tensors, x in zip(locals_, found[0], strict=True):
+            tensors.append(x)
+    return locals_, columns, True
 
 
 _LAYOUT, _LOCAL = attrgetter("_layout"), attrgetter("_local")
@@ -96,6 +102,58 @@ def _of_each(tensors: Any, read: Callable[[Any], Any], plain: Callable[[torch.Te
         except AttributeError:
             pass
     return [read(x) if isinstance(x, ShardedTensor) else plain(x) for x in tensors]
+
+
+def _column(
+    name: str, column: tuple[torch.Tensor, ...], in_place: bool, is_step: bool
+) -> tuple[list[torch.Tensor], Column] | None:
+    """Redistribute the tensors at one position of the lists to one layout; None if the result has none of theirs.
+
+    It is that of the tensor that is written. Other tensors that a fused step writes, such as state in another layout
+    after a load, are copies here; `_write_back` copies them to the tensors themselves.
+    """
+    base = next((x for x in column if isinstance(x, ShardedTensor)), None)
+    if base is None:
+        return list(column), None
+    if base._layout.partial:
+        if in_place:
+            refuse_partial_write(base, name)
+        base = reduced(base)
+    shape, layout, group = base.shape, base._layout, base._group
+    if in_place and not isinstance(column[0], ShardedTensor):  # a plain tensor is written: every rank needs the whole
+        shape, layout = column[0].shape, replicated(tuple(column[0].shape), group.ranks)
+    if is_step and any(x.dim() and x.shape != shape for x in column):
+        raise RuleError(
+            f"{name}: a parameter and its state or gradient differ in shape",
+            {"parameter": tuple(shape), "other": next(tuple(x.shape) for x in column if x.shape != shape and x.dim())},
+            "load a state dict of this model; whole tensors have the global shape",
+        )
+    if torch.broadcast_shapes(*(x.shape for x in column)) != shape:
+        return None
+    locals_ = []
+    for x in column:
+        if isinstance(x, ShardedTensor) and x.shape == shape:
+            locals_.append(local_as(x, layout, group))
+        else:
+            x = x.full_tensor() if isinstance(x, ShardedTensor) else x
+            locals_.append(x if x.dim() == 0 else part(x.expand(shape), layout, group))
+        if is_step and x is not column[0] and locals_[-1] is not local_of(x):
+            locals_[-1] = locals_[-1].detach().clone(memory_format=torch.contiguous_format)
+    return locals_, (layout, group)
+
+
+def _write_back(tensors: Tensors, locals_: list[torch.Tensor], columns: list[Column]) -> None:
+    """Copy the values that a fused step wrote to copies into the tensors themselves, on every rank.
+
+    A sharded tensor gets the layout of the parameter, so that it is redistributed only once.
+    """
+    for x, local, column in zip(tensors, locals_, columns, strict=True):
+        if column is None or local is x:
+            continue
+        if not isinstance(x, ShardedTensor):
+            x.copy_(wrap(local, column[0], None, column[1]))
+        elif x._layout != column[0]:
+            x._local, x._layout, x._group, x._spec, x._placements = local, *column, None, None
 
 
 _REDUCE = frozenset({"_foreach_norm", "_foreach_powsum", "_foreach_max", "_foreach_mm"})
@@ -242,5 +300,10 @@ def unscale(self: Tensors, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> 
     """Divide gradients by the scale; `found_inf` is 1 on every rank when any rank found an inf or a nan."""
     locals_ = list(map(local_of, self))
     torch._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inv_scale)
-    for group in dict.fromkeys(x._group for x in self if isinstance(x, ShardedTensor)):
+    for group in groups_of(self):
         group.all_reduce(found_inf, "max")
+
+
+def groups_of(tensors: Iterable[torch.Tensor]) -> list[Group]:
+    """Return the groups of the sharded tensors, in the order of their first occurrence."""
+    return list({id(x._group): x._group for x in tensors if isinstance(x, ShardedTensor)}.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 import shardtensor as st
 from fixes.case import Case, grid, strictly, weight
@@ -54,6 +55,10 @@ CASES: dict[str, Case] = {
             ]
         },
     ),
+    "state of another shape": Case(
+        lambda: fused(8),
+        {"load a state dict of this model; whole tensors have the global shape": lambda: fused(4)},
+    ),
     "forward mode": Case(
         lambda: jvp(weight("[-, tp]")),
         {
@@ -87,3 +92,15 @@ def jvp(keys: torch.Tensor) -> Any:
 
 def elsewhere(group: Any = None) -> st.ShardedTensor:
     return st.zeros("[dp, -]", 4, 6, process_group=group or grid(("dp", 2)))
+
+
+def fused(rows: int) -> None:
+    """A step with the state of a table of so many rows."""
+    optimizers = []
+    for count in (4, rows):
+        param = nn.Parameter(weight(rows=count))
+        optimizers.append(torch.optim.Adam([param], fused=True))
+        param.sum().backward()
+        optimizers[-1].step()
+    optimizers[0].load_state_dict(optimizers[1].state_dict())
+    optimizers[0].step()

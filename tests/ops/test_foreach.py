@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
 from harness import device, every_size
 
 import shardtensor as st
-import shardtensor.ops  # registers the handlers
-from shardtensor.tensor.dispatch import HANDLERS, GatherWarning
+from shardtensor.tensor.dispatch import HANDLERS
 
 SHAPES = ((5, 3), (2, 7), (1, 3), (4,), (3, 3), (2, 2), ())
 SPECS = ("ROWS", "[-, tp balanced]", "ROWS", "ROWS", "replicate", None, None)
@@ -45,7 +42,6 @@ def check(got, want):
 
 def both(name, *lists, **options):
     """The operation and its form in place, over dense lists and over sharded ones of two sets of layouts."""
-    warnings.simplefilter("ignore", GatherWarning)
     for specs in (SPECS, OTHER):
         want = getattr(torch, name)(*lists, **options)
         args = [
@@ -99,7 +95,6 @@ def test_elementwise(world, size):
 
 
 def broadcasting_and_gradients():
-    warnings.simplefilter("ignore", GatherWarning)
     wide = torch.rand(4, 3, device=device())
     narrow = torch.rand(3, device=device())
     [x] = laid_out([wide], ["ROWS"])
@@ -137,7 +132,6 @@ def test_norms_take_one_collective_for_the_list(world, size):
 
 
 def refused():
-    warnings.simplefilter("ignore", GatherWarning)
     mesh = dist.init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     total = st.distribute(torch.ones(2, 2, device=device()), "replicate partial(tp)", process_group=mesh)
     with pytest.raises(st.RuleError, match="in place on a tensor that is still to be reduced"):
