@@ -1,4 +1,4 @@
-"""``F.embedding``: ``i, v d -> i d``, and ``F.embedding_bag``.
+"""``F.embedding``: ``i, v d -> i d``, ``F.embedding_bag``, and ``F.one_hot``.
 
 If the table is sharded by rows (v), each rank looks up its rows and the results are summed at once. A table sharded by
 columns (d) gives an output sharded on its last dim; sharded ids shard it alike. Indices and `padding_idx` are global.
@@ -147,6 +147,7 @@ def embedding_bag(
         input: integer ids, plain or sharded.
         weight: the table ``(v, d)``, plain or sharded.
         padding_idx: rows of this id do not count.
+        per_sample_weights: with mode "sum": of the shape of `input`.
     """
     options: dict[str, Any] = {
         "max_norm": max_norm,
@@ -159,13 +160,18 @@ def embedding_bag(
         "padding_idx": padding_idx,
     }
     wrong = (input.dim() == 2) == (offsets is not None) or input.dim() not in (1, 2)
-    if wrong or scale_grad_by_freq or per_sample_weights is not None or mode not in ("sum", "mean"):
+    if wrong or scale_grad_by_freq or mode not in ("sum", "mean"):
+        return fall_back(F.embedding_bag, (input, weight, offsets), options)
+    if per_sample_weights is not None and (mode != "sum" or per_sample_weights.shape != input.shape):
         return fall_back(F.embedding_bag, (input, weight, offsets), options)
     rows = F.embedding(input, weight, None, max_norm, norm_type, sparse=sparse)
     counts = torch.ones_like(input, dtype=weight.dtype)
     if padding_idx is not None:
         counts = (input != padding_idx % weight.shape[0]).to(weight.dtype)
+    if padding_idx is not None:
         rows = rows * counts.unsqueeze(-1)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
     if offsets is None:
         total, many = rows.sum(1), counts.sum(1)
     else:
@@ -193,3 +199,18 @@ def _bags(n: int, offsets: torch.Tensor, include_last: bool) -> tuple[torch.Tens
     starts = offsets[: offsets.numel() - include_last].contiguous()
     each = torch.arange(n, device=offsets.device, dtype=offsets.dtype)
     return starts, torch.searchsorted(starts, each, right=True) - 1
+
+
+_one_hot_by_rule = by_rule(F.one_hot, "one_hot")
+
+
+@implements(F.one_hot)
+def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Return integers as vectors with a 1 at their index: ``... -> ... c``."""
+    if num_classes == -1 and tensor.numel() and tensor.dtype == torch.int64:
+        num_classes = int(tensor.max()) + 1
+    if num_classes < 1 or tensor.dtype != torch.int64:
+        return fall_back(F.one_hot, (tensor, num_classes), {})
+    faults = ("smaller than num_classes", "non-negative")
+    check_ids(tensor, 0, num_classes, lambda value: RuntimeError(f"Class values must be {faults[value < 0]}."))
+    return _one_hot_by_rule(tensor, num_classes)

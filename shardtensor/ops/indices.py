@@ -151,17 +151,38 @@ def _checked(func: Any) -> Callable[..., torch.Tensor]:
     name = func.__name__
     sharded = by_rule(func, name)
 
+    def follow(*args: Any, **kwargs: Any) -> torch.Tensor:
+        # A replicated operand that was narrowed, or whose negative indices were replaced, may be a plain tensor now.
+        is_sharded = any(isinstance(x, ShardedTensor) for x in (*args, *kwargs.values()))
+        return (sharded if is_sharded else func)(*args, **kwargs)
+
     def handler(input: torch.Tensor, dim: int, index: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if input.dim():
             d, n = one_dim(input.dim(), dim), input.shape[dim]
             low = -n if name == "index_fill" else 0
             check_ids(index, low, n, _out_of_bounds(d, n))
             index = torch.where(index < 0, index + n, index) if low else index
-        # A replicated index whose negative values were replaced may be a plain tensor now.
-        is_sharded = any(isinstance(x, ShardedTensor) for x in (input, index, *args, *kwargs.values()))
-        return (sharded if is_sharded else func)(input, dim, index, *args, **kwargs)
+            if not name.startswith("index") and index.dim() == input.dim():  # it may be smaller than the other operands
+                others = [k for k in range(input.dim()) if k != d]
+                args = tuple(map(lambda x: _narrowed(x, index), args))
+                kwargs = {key: _narrowed(x, index) for key, x in kwargs.items()}
+                place = _narrowed(input, index, others)
+                if place is not input and name != "gather":
+                    result = (reduced(input) if isinstance(input, ShardedTensor) else input).clone()
+                    _narrowed(result, index, others).copy_(follow(place, dim, index, *args, **kwargs))
+                    return result
+                input = place
+        return follow(input, dim, index, *args, **kwargs)
 
     return handler
+
+
+def _narrowed(x: Any, index: torch.Tensor, dims: Sequence[int] | None = None) -> Any:
+    """Return the first elements of a tensor, as many as the index has along `dims`, or all dims; others unchanged."""
+    if isinstance(x, torch.Tensor) and x.dim() == index.dim():
+        for k in range(x.dim()) if dims is None else dims:
+            x = x.narrow(k, 0, index.shape[k]) if index.shape[k] < x.shape[k] else x
+    return x
 
 
 implements_each(

@@ -3,7 +3,8 @@
 ``scaled_dot_product_attention``: batches and heads may be sharded, sequences and features may not. Grouped queries keep
 sharded heads where a rank's query heads belong to its key heads. Dropout gathers, so that the mask is the dense one.
 
-Norms over the last dims: statistics cover the elements of all ranks.
+Norms: statistics cover the elements of all ranks. Over a sharded batch the ranks reduce the mean and the variance, as
+synchronized batch norm does; the running statistics are those of a single process.
 
 Convolutions, ``n i !h !w, o i !k !l, + o -> n o h' w'``: where the input channels are sharded the products are summed,
 and the bias is added after. Grouped convolutions have rows of their own.
@@ -112,6 +113,57 @@ def _scaled(out: torch.Tensor, cut: LetterCut, affine: tuple[torch.Tensor, ...])
     given = dict(zip(cut.names[1:], affine, strict=True))
     out = out * given["weight"] if "weight" in given else out
     return out + given["bias"] if "bias" in given else out
+
+
+# -- over channels -----------------------------------------------------------------------------------------------------
+
+
+@combines("statistics")  # so that the table can name it; the handler does not use the row
+@implements(F.batch_norm, torch.batch_norm)
+def batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = False,
+) -> torch.Tensor:
+    """Normalize each channel of ``(n, c, ...)`` over all else, by the batch (`training`) or the running statistics."""
+    dims = (0, *range(2, input.dim()))
+    channels = input.shape[1]
+    count = input.numel() // max(channels, 1)
+    if training and count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+    x = input.float() if input.dtype in HALF else input
+    if training:
+        var, mean = torch.var_mean(x, dims, correction=0)
+        with torch.no_grad():
+            _follow(running_mean, mean, momentum)
+            _follow(running_var, var * (count / max(count - 1, 1)), momentum)
+    else:
+        if running_mean is None or running_var is None:
+            raise RuntimeError("Expected running_mean and running_var to be defined when training=False")
+        mean, var = running_mean, running_var
+    out = (x - _column(mean, x)) * (_column(var, x) + eps).rsqrt()
+    return _affine(out, weight, bias).to(input.dtype)
+
+
+def _follow(running: torch.Tensor | None, new: torch.Tensor, momentum: float) -> None:
+    if running is not None:
+        running.copy_(running * (1 - momentum) + new.to(running.dtype) * momentum)
+
+
+def _column(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return one value for each channel, in a shape that broadcasts with ``(n, c, ...)``."""
+    return x[(slice(None), *(None,) * (like.dim() - 2))]
+
+
+def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    x = x if weight is None else x * _column(weight, x)
+    return x if bias is None else x + _column(bias, x)
 
 
 # -- convolutions and padding ------------------------------------------------------------------------------------------

@@ -113,9 +113,12 @@ group_norm | n !c !s..., c, c -> n c s...   |                | input, num_groups
 
 # layers
 
+F.batch_norm                 | n c s..., c, c, c, c -> n c s...
+                             | n @statistics, s @statistics | input, running_mean, running_var, weight, bias
 F.instance_norm              | n c !s..., c, c -> n c s...
                              | | input, running_mean=, running_var=, weight, bias
 prelu                        | n c s..., c/1 -> n c s... |             | input, weight
+F.one_hot                    | ... -> ... c'             |             | input, num_classes=
 F.embedding                  | i..., v d -> i... d       | v @own_rows | input, weight, padding_idx=
 scaled_dot_product_attention | ... !l !e, ... !s !e, ... !s !f, ... l/1 s/1 -> ... l f
                              | | query, key, value, attn_mask

@@ -36,7 +36,7 @@ def test_the_demo_agrees_with_the_dense_run(world, tmp_path):
     assert done.stderr == ""  # no warning, of numpy or of gathers
     assert "The sharded run and the dense run agree" in done.stdout
     assert "{embed,head}.weight" in done.stdout
-    assert f"rank {world - 1}" in done.stdout
+    assert world == 1 or f"rank {world - 1}" in done.stdout
     assert "Next\n  shardtensor plan" in done.stdout
     for command in re.findall(r"shardtensor ((?:plan|show) .*?)   ", done.stdout):
         assert main(command.split()) == 0

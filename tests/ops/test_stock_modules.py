@@ -83,11 +83,10 @@ def batch_statistics() -> None:
             (nn.InstanceNorm1d(4, affine=True), torch.randn(5, 4, 3)),
             (nn.GroupNorm(2, 4), torch.randn(5, 4, 3)),
         ):
-            gathers = not isinstance(module, nn.GroupNorm)  # batch norm has no rule, instance norm none with statistics
             for cut in (0, 1):
-                equal_to_dense(module.train(train), {}, x, cut=cut, gathers=gathers)
+                equal_to_dense(module.train(train), {}, x, cut=cut)
             if module.weight is not None:
-                equal_to_dense(module.train(train), {"weight": 0, "bias": 0}, x, gathers=gathers)
+                equal_to_dense(module.train(train), {"weight": 0, "bias": 0}, x)
 
 
 @every_size
@@ -102,8 +101,8 @@ def network() -> None:
         nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5),
     )  # fmt: skip
     x = torch.randn(6, 3, 6, 6)
-    equal_to_dense(net, {}, x, cut=0, gathers=True)
-    equal_to_dense(net, {"0.weight": 0, "8.weight": 1}, x, gathers=True)
+    equal_to_dense(net, {}, x, cut=0)
+    equal_to_dense(net, {"0.weight": 0, "8.weight": 1}, x)
 
 
 @every_size

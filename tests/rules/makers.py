@@ -497,6 +497,12 @@ _MATRICES: dict[str, list[Sample]] = {
 }
 
 
+def _running(f: Any, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> Any:
+    """What a step of training makes of the running statistics, too."""
+    mean, var = mean.detach() * 1, var.detach() * 1
+    return f(x, mean, var, None, None, True, 0.3), mean, var
+
+
 _MORE: dict[str, list[Sample]] = {
     "bilinear": [_exact(first, (5, 3), (5, 2), (4, 3, 2), (4,))],
     "cdist": [_sample(first, (2, 5, 3), (2, 4, 3), kinds=("unit", "unit"))],
@@ -505,11 +511,23 @@ _MORE: dict[str, list[Sample]] = {
     "bucketize": [_exact(lambda f, x: f(x, torch.arange(-2.0, 3.0)), S)],
     "searchsorted": [_exact(lambda f, b, x: f(b.sort()[0], x), (4,), S, grads=False)],
     "isin": [_exact(lambda f, x, t: f(x, t), S, (3,))],
+    "batch_norm": [
+        _sample(lambda f, x, w, b: f(x, None, None, w, b, True), (5, 4), (4,), (4,)),
+        _sample(lambda f, x: f(x, None, None, training=True), _places(n=2)),
+        _sample(
+            lambda f, x, m, v: f(x, m.detach(), v.detach()), (5, 4, 3), (4,), (4,), kinds=("int", "int", "positive")
+        ),
+        _sample(_running, (5, 4), (4,), (4,), kinds=("int", "int", "positive")),
+    ],
     "instance_norm": [
         _sample(lambda f, x, w, b: f(x, weight=w, bias=b), (5, 4, 3), (4,), (4,)),
         _sample(first, _places(n=2)),
     ],
     "prelu": [_exact(first, S, (4,)), _exact(first, S, (1,)), _exact(first, T, (3,))],
+    "one_hot": [
+        _exact(lambda f, x: f(x, 6), (5,), kinds=("ids:6",)),
+        _exact(first, (2, 3), kinds=("ids:4",)),
+    ],
 }
 
 MAKERS = {

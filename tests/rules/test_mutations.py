@@ -35,7 +35,6 @@ MUTATIONS = {
     "partial sums not joined": ("mm", unjoined),
     "a sum joined as a mean": ("sum", rule("... [d] -> ...", "d avg")),
     "a maximum joined as a minimum": ("amax", rule("... [d] -> ...", "d min")),
-    "all joined as any": ("all", rule("... [d] -> ...", "d any")),
     "a contracted letter kept": ("mv", rule("m k, k -> k", "m sum")),
     "a bias added by every rank": ("linear", rule("... k, n k, n -> ... n", "k sum")),
     "rows of a table looked up without the others": ("embedding", rule("i..., v d -> i... d", "v max")),

@@ -26,6 +26,7 @@ BY_HAND = {
     "scatter": "ranks write the indices that are theirs",
     "index_add": "ranks write the indices that are theirs",
     "linalg.cross": "without a dim torch.cross takes the first of size 3, which another part may not have",
+    "F.one_hot": "without a number of classes the result is as wide as the largest value",
     "zeros_like": "random numbers among them",
     "Tensor.fill_": "random numbers among them",
 }
