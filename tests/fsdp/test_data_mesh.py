@@ -11,7 +11,7 @@ import shardtensor as st
 from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError
 from shardtensor.fsdp import fully_shard
-from shardtensor.fsdp.data_mesh import DataMesh, _named
+from shardtensor.fsdp.data_mesh import DataAxes, DataMesh, _named
 from shardtensor.mesh import Mesh
 
 
@@ -84,3 +84,19 @@ def sharded_by_another_name():
 @pytest.mark.worlds("gloo")
 def test_the_spec_of_a_parameter_has_the_axis_names_of_the_mesh(world):
     assert all(spec.startswith("[tp, -] flat(dp") for spec in world(sharded_by_another_name, 4))
+
+
+@pytest.mark.parametrize(
+    ("spec", "others", "share"),
+    [("[-, -]", [0, 1, 2], 1.0), ("[dp balanced, -]", [], 1 / 3), ("[-, -] only(dp, 1)", [], 1 / 3)],
+)
+def test_replicas_of_a_part_are_on_the_data_ranks_that_hold_it(spec, others, share):
+    """None other than this rank, if each holds another part or one rank holds all."""
+
+    def body() -> None:
+        group = as_group()
+        copies, found = DataAxes.of("dp", None).copies("weight", st.zeros(spec, 4, 2))
+        assert list(copies.ranks) == (others or [group.rank])
+        assert found == share
+
+    st.simulate("dp=3", body)

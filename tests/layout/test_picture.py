@@ -88,6 +88,13 @@ def test_a_large_world_takes_no_time():
     assert [number for number, _ in picture.legend()] == [0, 8, 16383]
 
 
+def test_the_legend_names_the_first_two_ranks_that_hold_a_shard():
+    picture = picture_of(layout_of("[tp, -]", (4, 2), "dp=3, tp=2"))
+    assert picture.legend() == [(0, " tp 0, ranks 0, 2, …"), (1, " tp 1, ranks 1, 3, …")]
+    pair = picture_of(layout_of("[tp, -]", (4, 2), "dp=2, tp=2"))
+    assert pair.legend() == [(0, " tp 0, ranks 0, 2"), (1, " tp 1, ranks 1, 3")]
+
+
 def test_factors_are_told_as_the_axis_that_they_make():
     made_of = {"tp": ("kvg", "kvr")}
     mesh = read_mesh("dp=2, kvg=2, kvr=2")
