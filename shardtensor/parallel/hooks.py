@@ -278,7 +278,10 @@ def local_params(site: Site, added: Any = None) -> Any:
     """
     kind = type(site.module)
     has_flows = {id(site.modules[path]) for path, flows in site.flows.modules.stated.items() if flows.ins or flows.outs}
-    paths = [path for path, each in site.module.named_modules() if not path or id(each) not in has_flows]
+    paths = [
+        path for path, each in site.module.named_modules()
+        if each._parameters and (not path or id(each) not in has_flows)
+    ]  # fmt: skip
 
     def apply() -> NewForward:
         shares = 1 if added is None else site.group_along(added).size
