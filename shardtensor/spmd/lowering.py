@@ -1,0 +1,145 @@
+"""From the local graph to functions: one before each optimizer step, run as they are or compiled by Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardtensor.comm.group import Group
+from shardtensor.spmd.markers import STEPPED
+
+aten: Any = torch.ops.aten
+c10d: Any = torch.ops._c10d_functional
+
+
+@attrs.frozen(eq=False)
+class Segment:
+    """A part of the graph, between optimizer steps.
+
+    Attributes:
+        graph: from `inputs` to `outputs`.
+        inputs, outputs: nodes of the whole graph.
+        step: the STEPPED node behind it; None behind the last.
+    """
+
+    graph: fx.Graph
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    step: fx.Node | None
+
+
+def split_at_steps(graph: fx.Graph, also: Sequence[fx.Node] = ()) -> list[Segment]:
+    """Split a graph behind each part that ends with an optimizer step.
+
+    Args:
+        also: nodes that are returned though nothing in the graph uses them.
+    """
+    number: dict[fx.Node, int] = {}
+    steps: list[fx.Node | None] = []
+    for node in graph.nodes:
+        number[node] = len(steps)
+        if node.target is STEPPED:
+            steps.append(node)
+    steps.append(None)
+    output = next(node for node in graph.nodes if node.op == "output")
+    needed = {*output.all_input_nodes, *also}
+    found = []
+    for i, step in enumerate(steps):
+        nodes = [n for n in graph.nodes if number[n] == i and n.op == "call_function" and n.target is not STEPPED]
+        inside = set(nodes)
+        inputs = list(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in inside))
+        outputs = [n for n in nodes if n in needed or any(u not in inside and u.op != "output" for u in n.users)]
+        found.append(_segment(nodes, inputs, outputs, step))
+    return found
+
+
+def _segment(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], step: fx.Node | None) -> Segment:
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    kept = []
+    for node in inputs:
+        if node.op == "get_attr":
+            new[node] = graph.get_attr(str(node.target))
+            continue
+        kept.append(node)
+        new[node] = graph.placeholder(node.name)
+    for node in nodes:
+        new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output([new[node] for node in outputs])
+    return Segment(graph, kept, outputs, step)
+
+
+def eager(segment: Segment, attributes: torch.nn.Module, group: Group) -> Callable[..., Sequence[torch.Tensor]]:
+    """Return a function that runs the operations of a segment one by one, with collectives of the group."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(segment.graph, {}))
+    collectives = _collectives(group)
+    for node in graph.nodes:
+        if node.target in collectives:
+            function = collectives[node.target]
+            node.target = function if not node.meta.get("owned") else collectives["owned"]
+    graph.lint()
+    return fx.GraphModule(attributes, graph)
+
+
+def _collectives(group: Group) -> dict[Any, Callable[..., Any]]:
+    def all_reduce(x: torch.Tensor, op: str, _: str) -> Any:
+        return group.all_reduce_async(x.clone(), op)
+
+    def all_reduce_owned(x: torch.Tensor, op: str, _: str) -> Any:
+        return group.all_reduce_async(x, op)
+
+    def all_gather(x: torch.Tensor, size: int, _: str) -> Any:
+        return group.all_gather_into(x.new_empty(x.numel() * size), x)
+
+    def reduce_scatter(x: torch.Tensor, op: str, size: int, _: str) -> Any:
+        return group.reduce_scatter_into(x.new_empty(x.numel() // size), x)
+
+    def broadcast(x: torch.Tensor, src: int, _: str) -> Any:
+        return group.broadcast_async(x.clone(), src)
+
+    return {
+        c10d.all_reduce.default: all_reduce,
+        c10d.all_gather_into_tensor.default: all_gather,
+        c10d.reduce_scatter_tensor.default: reduce_scatter,
+        c10d.broadcast.default: broadcast,
+        c10d.wait_tensor.default: lambda pending: pending.wait(),
+        "owned": all_reduce_owned,
+    }
+
+
+def empty_outputs(
+    segment: Segment, attributes: torch.nn.Module, inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return tensors like the outputs of a segment, with undefined values: the compiler reads sizes and strides."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+        made = fx.Interpreter(fx.GraphModule(attributes, segment.graph)).run(*fakes)
+    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
+
+
+def inductor(
+    segment: Segment, attributes: torch.nn.Module, inputs: Sequence[torch.Tensor], folder: Path | None, key: str
+) -> tuple[Callable[..., Sequence[torch.Tensor]], bool]:
+    """Return the segment compiled by Inductor, and whether it was compiled now: not if `folder` has it."""
+    module = fx.GraphModule(attributes, segment.graph)
+    path = None if folder is None else folder / f"{key}.bin"
+    options = {"fallback_random": True}
+    if path is not None and path.exists():
+        loaded = torch._inductor.CompiledArtifact.load(path=str(path), format="binary")
+        return loaded, False
+    with torch.no_grad():
+        made = torch._inductor.standalone_compile(
+            module, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": options}
+        )
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made.save(path=str(path), format="binary")
+    return made, True

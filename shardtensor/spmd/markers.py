@@ -1,0 +1,33 @@
+"""Operations that mark places in the graph of a train step: the gradients of a backward, and optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+@torch.library.custom_op("shardtensor::gradient", mutates_args=())
+def gradient(grad: torch.Tensor, parameter: int) -> torch.Tensor:
+    """The gradient of a parameter, by number, when a backward has ended."""
+    return grad.clone()
+
+
+@torch.library.custom_op("shardtensor::stepped", mutates_args=())
+def stepped(params: list[torch.Tensor], grads: list[torch.Tensor], optimizer: int) -> list[torch.Tensor]:
+    """The parameters after the step of an optimizer, by number."""
+    return [param.clone() for param in params]
+
+
+@gradient.register_fake
+def _(grad: torch.Tensor, parameter: int) -> torch.Tensor:
+    return torch.empty_like(grad)
+
+
+@stepped.register_fake
+def _(params: list[torch.Tensor], grads: list[torch.Tensor], optimizer: int) -> list[torch.Tensor]:
+    return [torch.empty_like(param) for param in params]
+
+
+GRADIENT: Any = torch.ops.shardtensor.gradient.default
+STEPPED: Any = torch.ops.shardtensor.stepped.default
