@@ -1,9 +1,10 @@
-"""The arguments of a train step: which are modules, which optimizers, which tensors; parameters and buffers by name."""
+"""The arguments of a train step: modules, optimizers, and the tensors of the batch, anywhere in nested containers."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from operator import is_
 from typing import Any
 
 import attrs
@@ -11,19 +12,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardtensor.errors import LayoutError
+from shardtensor.errors import LayoutError, StaleParameterError
 
-Leaf = Callable[[Any], Any]
+_PLAIN = (str, bytes, int, float, complex, type(None), bool, torch.dtype, torch.device)
 
 
-def rebuilt(value: Any, leaf: Leaf) -> Any:
+def rebuilt(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Return nested containers with `leaf` applied to everything that is no list, tuple or mapping, in order."""
     if isinstance(value, list | tuple):
         made = [rebuilt(item, leaf) for item in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if type(value) is dict:
+        return {key: rebuilt(item, leaf) for key, item in value.items()}
     if isinstance(value, Mapping):
-        if type(value) is dict:
-            return {key: rebuilt(item, leaf) for key, item in value.items()}
         copied: Any = copy.copy(value)
         for key, item in value.items():
             copied[key] = rebuilt(item, leaf)
@@ -31,16 +32,63 @@ def rebuilt(value: Any, leaf: Leaf) -> Any:
     return leaf(value)
 
 
-def leaves_of(value: Any) -> Iterator[Any]:
-    """Yield what `rebuilt` would pass to its function."""
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from leaves_of(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from leaves_of(item)
-    else:
-        yield value
+@attrs.frozen(eq=False)
+class Call:
+    """The arguments of one call.
+
+    Attributes:
+        args, kwargs: as passed.
+        modules, optimizers: in order, each once.
+        tensors: of the batch, in order.
+        key: equal for calls that can run the same program, as far as the arguments tell.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    modules: list[nn.Module]
+    optimizers: list[Optimizer]
+    tensors: list[torch.Tensor]
+    key: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Sort the arguments of a call; takes some microseconds."""
+        modules: dict[int, nn.Module] = {}
+        optimizers: dict[int, Optimizer] = {}
+        tensors: list[torch.Tensor] = []
+        key: list[Any] = []
+        left: list[Any] = [kwargs, args]
+        while left:
+            item = left.pop()
+            if isinstance(item, torch.Tensor):
+                tensors.append(item)
+                key.append((item.shape, item.dtype, item.device))
+            elif isinstance(item, list | tuple):
+                key.append((type(item), len(item)))
+                left += reversed(item)
+            elif isinstance(item, Mapping):
+                key.append((type(item), tuple(item)))
+                left += reversed(list(item.values()))
+            elif isinstance(item, _PLAIN):
+                key.append((type(item), item))
+            else:
+                if isinstance(item, nn.Module):
+                    modules[id(item)] = item
+                elif isinstance(item, Optimizer):
+                    optimizers[id(item)] = item
+                key.append(id(item))
+        return cls(args, kwargs, list(modules.values()), list(optimizers.values()), tensors, tuple(key))
+
+    def text(self, batch_dim: int) -> str:
+        """Return what all ranks must pass alike, without the number of samples."""
+        lines = [type(optimizer).__name__ for optimizer in self.optimizers]
+        for x in self.tensors:
+            sizes: list[Any] = list(x.shape)
+            if x.dim() > batch_dim:
+                sizes[batch_dim] = "batch"
+            lines.append(f"tensor {' x '.join(map(str, sizes)) or 'of one number'} {x.dtype}")
+        lines += [repr(item[1]) for item in self.key if isinstance(item, tuple) and item[0] in _PLAIN]
+        return "\n".join(lines)
 
 
 @attrs.frozen(eq=False)
@@ -60,89 +108,81 @@ class Held:
     is_param: bool
 
 
-@attrs.frozen(eq=False)
-class Arguments:
-    """What a call of a train step passes.
+class Tree:
+    """The modules of a call, as they were when a program was compiled.
 
     Attributes:
-        args, kwargs: as passed.
-        modules: name -> module; the outermost ones, each once.
-        optimizers: in order, each once.
-        tensors: the other tensors: the batch.
-        constants: the other values, as text.
-        held: parameters and buffers of the modules, each once.
+        roots: the outermost modules, each once, with a prefix for names.
+        held: their parameters and buffers, each once.
+
+    Raises:
+        LayoutError: there is no module, or an optimizer steps a parameter that is in none.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    modules: dict[str, nn.Module]
-    optimizers: list[Optimizer]
-    tensors: list[torch.Tensor]
-    constants: tuple[str, ...]
-    held: list[Held]
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Sort the arguments of a call.
-
-        Raises:
-            LayoutError: there is no module, or a parameter that an optimizer steps is in none of them.
-        """
-        modules: list[nn.Module] = []
-        optimizers: list[Optimizer] = []
-        tensors, constants = [], []
-        for leaf in leaves_of((args, kwargs)):
-            if isinstance(leaf, nn.Module):
-                modules += [leaf] * (not any(leaf is other for other in modules))
-            elif isinstance(leaf, Optimizer):
-                optimizers += [leaf] * (not any(leaf is other for other in optimizers))
-            elif isinstance(leaf, torch.Tensor):
-                tensors.append(leaf)
-            else:
-                constants.append(repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__qualname__)
-        if not modules:
+    def __init__(self, call: Call) -> None:
+        inner = {id(child) for module in call.modules for child in list(module.modules())[1:]}
+        outer = [module for module in call.modules if id(module) not in inner]
+        if not outer:
             raise LayoutError(
                 "the train step was called without a module",
-                {"arguments": ", ".join(type(x).__name__ for x in leaves_of((args, kwargs))) or "(none)"},
-                "pass the model to the compiled function, not by a closure: compiled(model, optimizer, batch)",
+                {"arguments": ", ".join(type(x).__name__ for x in (*call.args, *call.kwargs.values())) or "(none)"},
+                "pass the model to the compiled function: compiled(model, optimizer, batch)",
             )
-        inner = {id(child) for module in modules for child in list(module.modules())[1:]}
-        outer = [module for module in modules if id(module) not in inner]
-        named = {"" if len(outer) == 1 else f"{i}.": module for i, module in enumerate(outer)}
-        held = list(_held(named))
-        found = cls(args, kwargs, named, optimizers, tensors, tuple(constants), held)
-        found._check_optimizers()
-        return found
+        self.roots = {"" if len(outer) == 1 else f"{i}.": module for i, module in enumerate(outer)}
+        self.held = list(self._held())
+        self._modules = [module for root in outer for module in root.modules()]
+        self._check(call.optimizers)
+        self.record()
 
-    def _check_optimizers(self) -> None:
+    def record(self) -> None:
+        """Record which tensors and modules there are, whether they train, and which parameters do."""
+        dicts = [x for module in self._modules for x in (module._parameters, module._buffers, module._modules)]
+        self._structure = [(place, list(place.values())) for place in dicts if place]
+        self.flags = self._flags()
+
+    def _flags(self) -> list[bool]:
+        return [m.training for m in self._modules] + [h.tensor.requires_grad for h in self.held if h.is_param]
+
+    def _held(self) -> Iterator[Held]:
+        found: dict[int, Held] = {}
+        for prefix, root in self.roots.items():
+            for path, owner in root.named_modules():
+                for is_param, place in ((True, owner._parameters), (False, owner._buffers)):
+                    for key, tensor in place.items():
+                        if tensor is not None:
+                            name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
+                            held = found.setdefault(id(tensor), Held(name, tensor, [], is_param))
+                            held.places.append((place, key))
+        return iter(found.values())
+
+    def _check(self, optimizers: list[Optimizer]) -> None:
         known = {id(held.tensor) for held in self.held}
-        for number, optimizer in enumerate(self.optimizers):
-            for group in optimizer.param_groups:
-                for i, param in enumerate(group["params"]):
-                    if id(param) not in known:
-                        raise LayoutError(
-                            f"{type(optimizer).__name__} steps a parameter of a module that is no argument",
-                            {"optimizer": f"number {number}", "parameter": f"{i}, of shape {tuple(param.shape)}"},
-                            "pass every module whose parameters the step trains",
-                        )
+        for number, optimizer in enumerate(optimizers):
+            lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+            if lost:
+                raise LayoutError(
+                    f"{type(optimizer).__name__} steps a parameter of a module that is no argument",
+                    {"optimizer": f"number {number} of the arguments", "shape": tuple(lost[0].shape)},
+                    "pass every module whose parameters the step trains: compiled(model, head, optimizer, batch)",
+                )
 
-    def parts(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the structure with tensors described by dtype and number of dims, for a key."""
-        return self.args, self.kwargs
+    def is_current(self) -> bool:
+        """Whether modules train and parameters require gradients as recorded.
 
+        Raises:
+            StaleParameterError: modules hold other tensors or submodules than recorded.
+        """
+        for place, held in self._structure:
+            if len(place) != len(held) or not all(map(is_, place.values(), held)):
+                raise self._stale(place, held)
+        return self.flags == self._flags()
 
-_PLAIN = (str, bytes, int, float, complex, type(None), bool, torch.dtype, torch.device)
-
-
-def _held(modules: Mapping[str, nn.Module]) -> Iterator[Held]:
-    found: dict[int, Held] = {}
-    for prefix, module in modules.items():
-        for path, owner in module.named_modules(remove_duplicate=True):
-            for is_param, place in ((True, owner._parameters), (False, owner._buffers)):
-                for key, tensor in place.items():
-                    if tensor is None:
-                        continue
-                    name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
-                    held = found.setdefault(id(tensor), Held(name, tensor, [], is_param))
-                    held.places.append((place, key))
-    return iter(found.values())
+    def _stale(self, place: dict[str, Any], held: list[Any]) -> StaleParameterError:
+        keys = [key for key, now in place.items() if not any(now is x for x in held)] or list(place)
+        owner = next(m for m in self._modules if place in (m._parameters, m._buffers, m._modules))
+        names = (f"{prefix}{path}" for prefix, root in self.roots.items() for path, m in root.named_modules() if m is owner)
+        return StaleParameterError(
+            "a module has changed since the train step was compiled",
+            {"module": next(names, "") or type(owner).__name__, "changed": ", ".join(keys[:8]) or "(removed)"},
+            "call reset() on the compiled step: the next call compiles it for the modules as they are",
+        )

@@ -34,6 +34,14 @@ _VIEWS = {
 """Made again from gathered parameters, not kept: most are views."""
 
 
+@attrs.frozen
+class FlatGradient:
+    """This rank's part of the gradients of a unit: the unit's number, and which of its parameters have one."""
+
+    unit: int
+    used: tuple[bool, ...]
+
+
 @attrs.frozen(eq=False)
 class Unit:
     """A parameter group of `fully_shard`, and the numbers of its parameters among the inputs of the graph.
@@ -199,26 +207,23 @@ def prefetch(graph: fx.Graph) -> None:
 
 def reduce_scatter_gradients(
     graph: fx.Graph, units: Sequence[Unit], part: Part, mode: BatchMode, group: str
-) -> list[list[tuple[int, fx.Node, list[bool]]]]:
+) -> dict[fx.Node, FlatGradient]:
     """Replace gradients by this rank's flat shards of their averages, as soon as those of a unit are computed.
 
     Returns:
-        for each backward, the number of each unit with a gradient, the node of its flat gradient, and which of its
-        parameters have one.
+        the nodes of flat gradients.
     """
-    found = []
+    found: dict[fx.Node, FlatGradient] = {}
     for markers in rounds(graph):
         by_number = {marker.args[1]: marker for marker in markers}
         place = position(graph)
-        own = []
         for number, unit in enumerate(units):
             present = [by_number.get(i) for i in unit.params]
             if any(marker is not None for marker in present):
                 flat = _reduce_scattered(graph, unit, present, place, part, mode, group)
-                own.append((number, flat, [marker is not None for marker in present]))
+                found[flat] = FlatGradient(number, tuple(marker is not None for marker in present))
         for marker in markers:
             graph.erase_node(marker)
-        found.append(own)
     return found
 
 

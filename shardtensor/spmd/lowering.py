@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def split_at_steps(graph: fx.Graph, also: Sequence[fx.Node] = ()) -> list[Segmen
     Args:
         also: nodes that are returned though nothing in the graph uses them.
     """
+    _drop_unused(graph, also)
     number: dict[fx.Node, int] = {}
     steps: list[fx.Node | None] = []
     for node in graph.nodes:
@@ -57,6 +59,15 @@ def split_at_steps(graph: fx.Graph, also: Sequence[fx.Node] = ()) -> list[Segmen
         outputs = [n for n in nodes if n in needed or any(u not in inside and u.op != "output" for u in n.users)]
         found.append(_segment(nodes, inputs, outputs, step))
     return found
+
+
+def _drop_unused(graph: fx.Graph, kept: Sequence[fx.Node]) -> None:
+    """Erase operations that nothing needs; a draw of random numbers stays, since it changes the generator."""
+    for node in reversed(list(graph.nodes)):
+        is_needed = node.users or node in kept or node.op != "call_function" or node.target is STEPPED
+        tags = getattr(node.target, "tags", ())
+        if not is_needed and node.target is not aten.copy_.default and torch.Tag.nondeterministic_seeded not in tags:
+            graph.erase_node(node)
 
 
 def _segment(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], step: fx.Node | None) -> Segment:
@@ -125,21 +136,39 @@ def empty_outputs(
     return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
 
 
+def without_collectives(graph: fx.Graph) -> None:
+    """Erase the collectives of a world of one rank: each returns its operand."""
+    for node in list(graph.nodes):
+        if node.target is c10d.wait_tensor.default:
+            sent = node.args[0]
+            node.replace_all_uses_with(sent.args[0])
+            graph.erase_node(node)
+            graph.erase_node(sent)
+
+
 def inductor(
-    segment: Segment, attributes: torch.nn.Module, inputs: Sequence[torch.Tensor], folder: Path | None, key: str
+    segment: Segment, attributes: torch.nn.Module, inputs: Sequence[torch.Tensor], folder: Path | None
 ) -> tuple[Callable[..., Sequence[torch.Tensor]], bool]:
     """Return the segment compiled by Inductor, and whether it was compiled now: not if `folder` has it."""
-    module = fx.GraphModule(attributes, segment.graph)
-    path = None if folder is None else folder / f"{key}.bin"
-    options = {"fallback_random": True}
+    path = None if folder is None else folder / f"{_digest(segment, inputs)}.bin"
     if path is not None and path.exists():
-        loaded = torch._inductor.CompiledArtifact.load(path=str(path), format="binary")
-        return loaded, False
+        return torch._inductor.CompiledArtifact.load(path=str(path), format="binary"), False
     with torch.no_grad():
         made = torch._inductor.standalone_compile(
-            module, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": options}
+            fx.GraphModule(attributes, segment.graph),
+            list(inputs),
+            dynamic_shapes="from_example_inputs",
+            options={"config_patches": {"fallback_random": True}},  # random numbers of eager steps
         )
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         made.save(path=str(path), format="binary")
     return made, True
+
+
+def _digest(segment: Segment, inputs: Sequence[torch.Tensor]) -> str:
+    """Return a key of a compiled segment: its operations, its inputs, and the versions that compiled it."""
+    kinds = [(tuple(x.shape), x.stride(), str(x.dtype), str(x.device)) for x in inputs]
+    gpu = torch.cuda.get_device_name() if any(x.is_cuda for x in inputs) else ""
+    found = f"{segment.graph} {kinds} {torch.__version__} {gpu} {torch.get_num_threads()}"
+    return hashlib.sha256(found.encode()).hexdigest()

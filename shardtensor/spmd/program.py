@@ -1,115 +1,120 @@
-"""`Program`: a train step compiled for arguments of one kind, and how a rank runs it."""
+"""`Program`: a compiled train step, and how a rank runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
-from shardtensor.spmd.arguments import Arguments, rebuilt
-from shardtensor.spmd.gathers import Unit
+from shardtensor.errors import RuleError
+from shardtensor.spmd.arguments import rebuilt
+from shardtensor.spmd.gathers import FlatGradient, Unit
 from shardtensor.spmd.tracing import Output
 
 
-@attrs.frozen(eq=False)
-class StepCall:
-    """An optimizer step between two parts of a program.
+@attrs.frozen
+class Gradients:
+    """Where gradients of parameters are, by slot.
 
     Attributes:
-        grads: for each parameter, by number, the slot of its gradient.
-        flats: for units: their number, the slot of the flat gradient, and which parameters have one.
+        alone: number of the parameter, slot.
+        flats: slot of the flat gradient of a unit, and its parts.
     """
 
-    step: Callable[[], Any]
-    grads: list[tuple[int, int]]
-    flats: list[tuple[int, int, list[bool]]]
+    alone: tuple[tuple[int, int], ...]
+    flats: tuple[tuple[int, FlatGradient], ...]
 
 
 @attrs.frozen(eq=False)
 class Block:
-    """A compiled part: what it reads and writes, by slot, and the optimizer step behind it."""
+    """A part of the graph: what it reads and writes, by slot, and the optimizer step behind it, with its gradients."""
 
     function: Callable[..., Sequence[torch.Tensor]]
     inputs: list[int]
     outputs: list[int]
-    step: StepCall | None
+    grads: Gradients | None
+    step: Callable[[], Any] | None
 
 
-@attrs.define(eq=False)
+@attrs.frozen(eq=False)
 class Program:
-    """A compiled step.
+    """A compiled step. Values that parts of the graph exchange have slots.
 
     Attributes:
-        held: parameters and buffers, in slots 0, 1, ...; None for those in units.
-        units: whose shards have slots `first_shard` and following.
-        batch: the first slot of the batch's tensors.
-        blocks: in order.
+        held: parameters and buffers.
+        params: the numbers of the parameters among them.
+        units: of fully sharded parameters.
+        static: what is in the first slots: held tensors that are in no unit.
+        starts: the first slots of the batch, and of the shards of units.
         slots: how many there are.
-        result: what the user's function returned, with `Output`s; `outputs` are their slots.
-        grads, flats: of the gradients that parameters have at the end, as in `StepCall`.
+        blocks: in order.
+        result: what the user's function returned, with `Output`s for tensors; `outputs` are their slots.
+        grads: of parameters when the step has ended.
+        adds_to_gradients: whether the step adds to gradients that parameters have before it.
     """
 
-    held: list[torch.Tensor]
-    in_unit: list[bool]
+    held: Sequence[torch.Tensor]
+    params: Sequence[int]
     units: Sequence[Unit]
-    batch: int
-    first_shard: int
-    blocks: list[Block]
+    static: Mapping[int, torch.Tensor]
+    starts: tuple[int, int]
     slots: int
+    blocks: Sequence[Block]
     result: Any
-    outputs: list[int]
-    grads: list[tuple[int, int]]
-    flats: list[tuple[int, int, list[bool]]]
-    trained: list[int]
-    keeps_grads: bool = True
+    outputs: Sequence[int]
+    grads: Gradients
+    adds_to_gradients: bool
 
     @torch.no_grad()
-    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def __call__(self, *tensors: torch.Tensor) -> Any:
         """Run the step on a batch; return what the user's function returns."""
-        self.drop_gradients()
+        if self.adds_to_gradients:
+            self._check_no_gradients()
+        self._drop_gradients()
         slots: list[Any] = [None] * self.slots
-        slots[: len(self.held)] = self.held
-        slots[self.batch : self.batch + len(tensors)] = tensors
+        for i, x in self.static.items():
+            slots[i] = x
+        batch, shards = self.starts
+        slots[batch : batch + len(tensors)] = tensors
         for i, unit in enumerate(self.units):
-            slots[self.first_shard + i] = unit.group.shard
+            slots[shards + i] = unit.group.shard
+        present = None
         for block in self.blocks:
-            made = block.function(*[slots[i] for i in block.inputs])
-            for i, x in zip(block.outputs, made, strict=True):
+            for i, x in zip(block.outputs, block.function(*[slots[i] for i in block.inputs]), strict=True):
                 slots[i] = x
-            del made
             if block.step is not None:
-                self._set_gradients(slots, block.step.grads, block.step.flats)
-                block.step.step()
-        self.drop_gradients()
-        self._set_gradients(slots, self.grads, self.flats)
+                assert block.grads is not None
+                self._drop_gradients()
+                self._set_gradients(slots, block.grads)
+                present = block.grads
+                block.step()
+        if present != self.grads:
+            self._drop_gradients()
+            self._set_gradients(slots, self.grads)
         return rebuilt(self.result, lambda x: slots[self.outputs[x.index]] if isinstance(x, Output) else x)
 
-    def drop_gradients(self) -> None:
-        """Set the gradients of all parameters to None."""
-        for i in self.trained:
+    def _drop_gradients(self) -> None:
+        for i in self.params:
             param: Any = self.held[i]
-            if self.in_unit[i]:
-                param._local.grad, param._grad_wrapper = None, None
-            else:
+            local = getattr(param, "_local", None)
+            if local is None:
                 param.grad = None
-
-    def _set_gradients(
-        self, slots: list[Any], grads: list[tuple[int, int]], flats: list[tuple[int, int, list[bool]]]
-    ) -> None:
-        for number, slot in grads:
-            param: Any = self.held[number]
-            if self.in_unit[number]:
-                param._local.grad = slots[slot].view(param._local.shape)
             else:
-                param.grad = slots[slot]
-        for number, slot, used in flats:
-            self.units[number].group.gradients.attach(slots[slot], used)
+                local.grad, param._grad_wrapper = None, None
 
+    def _set_gradients(self, slots: list[Any], grads: Gradients) -> None:
+        for number, slot in grads.alone:
+            param: Any = self.held[number]
+            local = getattr(param, "_local", param)
+            local.grad = slots[slot].view(local.shape)
+        for slot, flat in grads.flats:
+            self.units[flat.unit].group.gradients.attach(slots[slot], flat.used)
 
-def described(arguments: Arguments) -> str:
-    """Return the structure of the arguments as text, without the batch size: equal on all ranks."""
-    lines = [f"{i}: {type(optimizer).__name__}" for i, optimizer in enumerate(arguments.optimizers)]
-    lines += [f"{h.name} {tuple(h.tensor.shape)} {h.tensor.dtype} {h.tensor.requires_grad}" for h in arguments.held]
-    return "\n".join([*lines, *arguments.constants])
+    def _check_no_gradients(self) -> None:
+        if any(self.held[i].grad is not None for i in self.params):
+            raise RuleError(
+                "the train step adds to gradients that are there before it, which is not compiled",
+                fix="call optimizer.zero_grad() in the step before backward, or before each call",
+            )

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 import torch.fx.traceback as fx_traceback
-from torch import nn
+from torch import fx, nn
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardtensor.comm.call_site import call_site
 from shardtensor.errors import RuleError, ShardTensorError
-from shardtensor.spmd.arguments import Arguments, leaves_of, rebuilt
+from shardtensor.spmd.arguments import Call, Held, rebuilt
 from shardtensor.spmd.markers import gradient, stepped
 
 aten: Any = torch.ops.aten
@@ -56,13 +56,14 @@ class Trace:
         result: what the step returned, with an `Output` for each tensor.
         count: how many results the graph returns before the gradients.
         grads: numbers of the parameters that have a gradient at the end; the graph returns these after the results.
-        clears: whether the step drops earlier gradients before it adds new ones.
+        adds_to_gradients: whether the step adds to gradients that parameters have before it.
     """
 
-    graph: torch.fx.GraphModule
+    graph: fx.GraphModule
     result: Any
     count: int
     grads: list[int]
+    adds_to_gradients: bool
 
 
 @attrs.frozen
@@ -72,7 +73,9 @@ class Output:
     index: int
 
 
-def trace_step(step: Callable[..., Any], arguments: Arguments, batch_dim: int, factor: tuple[int, int]) -> Trace:
+def trace_step(
+    step: Callable[..., Any], call: Call, held: Sequence[Held], batch_dim: int, factor: tuple[int, int]
+) -> Trace:
     """Trace a step with `factor` (numerator, denominator) times as many samples as the batch has.
 
     Raises:
@@ -81,26 +84,28 @@ def trace_step(step: Callable[..., Any], arguments: Arguments, batch_dim: int, f
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        inputs = [_like(held.tensor) for held in arguments.held]
-        inputs += [_resized(x, batch_dim, factor) for x in arguments.tensors]
-    tracer = _Tracer(step, arguments)
+        inputs = [_like(each.tensor) for each in held]
+        inputs += [_resized(x, batch_dim, factor) for x in call.tensors]
     sites = _Sites()
+    tracer = _Tracer(step, call, held, sites)
     try:
-        with _restored(arguments), fx_traceback.preserve_node_meta(), mode, sites:
+        with _restored(call, held), sites.random_states(), fx_traceback.preserve_node_meta(), mode, sites:
             first = make_fx(tracer.run, decomposition_table=_DECOMPOSED, _allow_non_fake_inputs=True)(*inputs)
     except ShardTensorError:
         raise
     except Exception as error:
         raise _untraceable(error, sites.site) from error
-    _mark(first.graph, tracer.backward_ranges)
+    for node, earlier in sites.again.items():
+        _draw_again(first.graph, node, earlier)
+    _mark(first.graph, tracer.in_backward)
 
     def replay(*flat: torch.Tensor) -> Any:
-        return torch.fx.Interpreter(first).run(*flat)
+        return fx.Interpreter(first).run(*flat)
 
     with fx_traceback.preserve_node_meta(), mode, torch.no_grad():
         functional = make_fx(torch.func.functionalize(replay, remove="mutations"), _allow_non_fake_inputs=True)(*inputs)
     functional.graph.eliminate_dead_code()
-    return Trace(functional, tracer.result, tracer.count, tracer.grads)
+    return Trace(functional, tracer.result, tracer.count, tracer.grads, tracer.adds_to_gradients)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,29 +124,82 @@ def _resized(x: torch.Tensor, dim: int, factor: tuple[int, int]) -> torch.Tensor
 
 
 class _Sites(TorchFunctionMode):
-    """Records the user's line for each operation."""
+    """Records the user's line for each operation, and which random numbers are drawn again.
+
+    A checkpoint restores the state of the generator before it runs a part of the forward again. A draw from a state
+    that an earlier draw was from has the same numbers, so its node is replaced by the earlier one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.site = ""
+        self.again: dict[fx.Node, fx.Node] = {}
+        self._place = 0  # how many draws there were before the state of the generator
+        self._drawn: dict[int, fx.Node] = {}
+        self._counted: set[fx.Node] = set()
+        self._places: dict[int, tuple[torch.Tensor, int]] = {}  # of states that were read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.site = call_site(sys._getframe(1))
-        custom = {"where": self.site}
-        fx_traceback.current_meta["custom"] = custom
-        return func(*args, **(kwargs or {}))
+        fx_traceback.current_meta["custom"] = {"where": self.site}
+        proxies = get_proxy_mode()
+        if proxies is None:
+            return func(*args, **(kwargs or {}))
+        end = proxies.tracer.graph._root
+        before = end.prev
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:  # a checkpoint ends its second run by an exception
+            self._count_draws(before, end)
+
+    def _count_draws(self, before: fx.Node, end: fx.Node) -> None:
+        node = before.next
+        while node is not end:
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node not in self._counted:
+                self._counted.add(node)
+                if self._place in self._drawn:
+                    self.again[node] = self._drawn[self._place]
+                else:
+                    self._drawn[self._place] = node
+                self._place += 1
+            node = node.next
+
+    @contextlib.contextmanager
+    def random_states(self) -> Iterator[None]:
+        """Follow the states of the generators that the step reads and restores; leave them as they are."""
+        owners = [torch, torch.random, torch.cuda, torch.cuda.random]
+        was = [(owner, owner.get_rng_state, owner.set_rng_state) for owner in owners]
+
+        def get(*_: Any, **__: Any) -> torch.Tensor:
+            with torch._C.DisableTorchFunction():
+                state = torch.ByteTensor(8)
+            self._places[id(state)] = state, self._place
+            return state
+
+        def put(state: torch.Tensor, *_: Any, **__: Any) -> None:
+            self._place = self._places[id(state)][1]
+
+        try:
+            for owner in owners:
+                owner.get_rng_state, owner.set_rng_state = get, put  # type: ignore[attr-defined]
+            yield
+        finally:
+            for owner, getter, setter in was:
+                owner.get_rng_state, owner.set_rng_state = getter, setter  # type: ignore[attr-defined]
 
 
 class _Tracer:
-    def __init__(self, step: Callable[..., Any], arguments: Arguments) -> None:
-        self.step, self.arguments = step, arguments
-        self.backward_ranges: list[tuple[int, int]] = []
+    def __init__(self, step: Callable[..., Any], call: Call, held: Sequence[Held], sites: _Sites) -> None:
+        self.step, self.call, self.held, self.sites = step, call, held, sites
+        self.in_backward: set[fx.Node] = set()
         self.result: Any = None
         self.count = 0
         self.grads: list[int] = []
+        self.earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.adds_to_gradients = False
 
     def run(self, *flat: torch.Tensor) -> list[torch.Tensor]:
-        held, tensors = self.arguments.held, self.arguments.tensors
+        held, tensors = self.held, self.call.tensors
         given, batch = flat[: len(held)], flat[len(held) :]
         own: list[torch.Tensor] = []
         for each, fake in zip(held, given, strict=True):
@@ -149,13 +207,16 @@ class _Tracer:
             own.append(x)
             for place, key in each.places:
                 place[key] = x
+            if each.is_param and x.requires_grad:
+                x.grad = torch.empty_like(fake)
+                self.earlier.append((x, x.grad))
         self.params = own
         by_id = {id(each.tensor): x for each, x in zip(held, own, strict=True)}
         by_id.update((id(x), fake) for x, fake in zip(tensors, batch, strict=True))
-        for optimizer in self.arguments.optimizers:
+        for optimizer in self.call.optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [by_id[id(param)] for param in group["params"]]
-        args, kwargs = rebuilt((self.arguments.args, self.arguments.kwargs), lambda x: by_id.get(id(x), x))
+        args, kwargs = rebuilt((self.call.args, self.call.kwargs), lambda x: by_id.get(id(x), x))
         with self._patched():
             returned = self.step(*args, **kwargs)
         outputs: list[torch.Tensor] = []
@@ -166,6 +227,7 @@ class _Tracer:
             outputs.append(leaf.detach())
             return Output(len(outputs) - 1)
 
+        self._drop_earlier()
         self.result = rebuilt(returned, output)
         self.count = len(outputs)
         with torch.no_grad():
@@ -179,7 +241,7 @@ class _Tracer:
         return outputs
 
     def _replaced(self, i: int, was: torch.Tensor, now: Any) -> None:
-        held = self.arguments.held[i]
+        held = self.held[i]
         if held.is_param or not isinstance(now, torch.Tensor) or now.shape != was.shape:
             raise RuleError(
                 f"the train step replaces `{held.name}`",
@@ -190,45 +252,58 @@ class _Tracer:
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
         """Let backward and optimizer steps leave nodes in the graph."""
-        backward, free_backward = torch.Tensor.backward, torch.autograd.backward
+        run_backward = torch.autograd._engine_run_backward
         depth = 0
 
-        def marked(function: Any, *args: Any, **kwargs: Any) -> None:
+        def marked(*args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
             nonlocal depth
-            start, depth = self._length(), depth + 1
+            if not accumulate_grad:  # torch.autograd.grad: a part of the forward
+                with self.sites:
+                    return run_backward(*args, accumulate_grad=False, **kwargs)
+            self._drop_earlier()
+            start, depth = len(self._nodes()), depth + 1
             before = [x.grad for x in self.params]
             try:
-                function(*args, **kwargs)
+                with self.sites:  # autograd calls functions of checkpoints, which are the user's
+                    run_backward(*args, accumulate_grad=True, **kwargs)
             finally:
                 depth -= 1
             if not depth:
-                self.backward_ranges.append((start, self._length()))
+                self.in_backward.update(self._nodes()[start:])
                 with torch.no_grad():
                     for i, (x, was) in enumerate(zip(self.params, before, strict=True)):
                         if x.grad is not None and x.grad is not was or (x.grad is was and was is not None):
                             x.grad = gradient(x.grad, i)
+            return None
 
-        torch.Tensor.backward = lambda *a, **k: marked(backward, *a, **k)  # type: ignore[method-assign]
-        torch.autograd.backward = lambda *a, **k: marked(free_backward, *a, **k)
-        steps = [vars(optimizer).get("step") for optimizer in self.arguments.optimizers]
-        for i, optimizer in enumerate(self.arguments.optimizers):
+        torch.autograd._engine_run_backward = marked
+        steps = [vars(optimizer).get("step") for optimizer in self.call.optimizers]
+        for i, optimizer in enumerate(self.call.optimizers):
             optimizer.step = self._stepping(i, optimizer)  # type: ignore[method-assign]
         handle = register_optimizer_step_pre_hook(self._foreign)
         try:
             yield
         finally:
             handle.remove()
-            torch.Tensor.backward, torch.autograd.backward = backward, free_backward  # type: ignore[method-assign]
-            for optimizer, step in zip(self.arguments.optimizers, steps, strict=True):
+            torch.autograd._engine_run_backward = run_backward
+            for optimizer, step in zip(self.call.optimizers, steps, strict=True):
                 if step is None:
                     vars(optimizer).pop("step", None)
                 else:
                     optimizer.step = step  # type: ignore[method-assign]
 
-    def _length(self) -> int:
+    def _drop_earlier(self) -> None:
+        """Before the first backward: find out whether the step has dropped earlier gradients."""
+        for x, earlier in self.earlier:
+            if x.grad is earlier:
+                self.adds_to_gradients = True
+                x.grad = None
+        self.earlier = []
+
+    def _nodes(self) -> list[fx.Node]:
         proxies = get_proxy_mode()
         assert proxies is not None, "the step runs under make_fx"
-        return len(proxies.tracer.graph.nodes)
+        return list(proxies.tracer.graph.nodes)
 
     def _stepping(self, number: int, optimizer: Optimizer) -> Callable[..., Any]:
         def step(closure: Any = None, **kwargs: Any) -> Any:
@@ -256,13 +331,14 @@ class _Tracer:
 
 
 @contextlib.contextmanager
-def _restored(arguments: Arguments) -> Iterator[None]:
-    """Put the user's tensors, gradients, hyperparameters and random states back; raise if the step changed any."""
-    places = [(place, key, each.tensor) for each in arguments.held for place, key in each.places]
-    groups = [(o, [(group, dict(group), list(group["params"])) for group in o.param_groups]) for o in arguments.optimizers]
-    classes = [(m, type(m)) for module in arguments.modules.values() for m in module.modules()]
-    training = [(m, m.training) for module in arguments.modules.values() for m in module.modules()]
-    states = {id(o): o.state for o in arguments.optimizers}
+def _restored(call: Call, held: Sequence[Held]) -> Iterator[None]:
+    """Put the user's tensors, classes and hyperparameters back; raise if the step changed hyperparameters."""
+    places = [(place, key, each.tensor) for each in held for place, key in each.places]
+    groups = [(o, [(group, dict(group), list(group["params"])) for group in o.param_groups]) for o in call.optimizers]
+    modules = {id(m): m for module in call.modules for m in module.modules()}
+    classes = [(m, type(m)) for m in modules.values()]
+    training = [(m, m.training) for m in modules.values()]
+    states = {id(o): o.state for o in call.optimizers}
     for module, kind in classes:
         if hasattr(module, "_fsdp_state"):
             module.__class__ = kind.__mro__[2]
@@ -292,19 +368,30 @@ def _restored(arguments: Arguments) -> Iterator[None]:
         )
 
 
-def _mark(graph: torch.fx.Graph, backward_ranges: Sequence[tuple[int, int]]) -> None:
+def _mark(graph: fx.Graph, in_backward: set[fx.Node]) -> None:
     """Give each node the user's line, and those of backward the line of the forward that they belong to."""
-    nodes = list(graph.nodes)
     sites: dict[Any, str] = {}
-    for i, node in enumerate(nodes):
-        in_backward = any(start <= i < stop for start, stop in backward_ranges)
+    for node in graph.nodes:
         where = (node.meta.get("custom") or {}).get("where", "")
         number = node.meta.get("seq_nr")
-        if in_backward:
+        if node in in_backward:
             where = sites.get(number, where)
         elif number is not None and where:
             sites[number] = where
-        node.meta["custom"] = {"where": where, "backward": in_backward}
+        node.meta["custom"] = {"where": where, "backward": node in in_backward}
+
+
+def _draw_again(graph: fx.Graph, node: fx.Node, earlier: fx.Node) -> None:
+    """Let a draw of the same random numbers return those of the earlier one."""
+    if len(earlier.target._schema.returns) > 1:  # type: ignore[union-attr]
+        node.replace_all_uses_with(earlier)
+        graph.erase_node(node)
+        return
+    with graph.inserting_after(earlier):  # later operations may write to the drawn tensor
+        kept = graph.call_function(aten.clone.default, (earlier,))
+    kept.meta = dict(earlier.meta)
+    node.replace_all_uses_with(kept)
+    graph.erase_node(node)
 
 
 def _untraceable(error: Exception, site: str) -> RuleError:
@@ -320,8 +407,3 @@ def _untraceable(error: Exception, site: str) -> RuleError:
         {"at": site, "found": f"{name}: {(str(error).splitlines() or [''])[0][:300]}"},
         "run it once without compile(): the error is the same, or it needs values of tensors",
     )
-
-
-def outputs_in(result: Any) -> list[Output]:
-    """Return the outputs of the graph in a result."""
-    return [leaf for leaf in leaves_of(result) if isinstance(leaf, Output)]
