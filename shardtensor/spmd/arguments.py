@@ -180,7 +180,9 @@ class Tree:
     def _stale(self, place: dict[str, Any], held: list[Any]) -> StaleParameterError:
         keys = [key for key, now in place.items() if not any(now is x for x in held)] or list(place)
         owner = next(m for m in self._modules if place in (m._parameters, m._buffers, m._modules))
-        names = (f"{prefix}{path}" for prefix, root in self.roots.items() for path, m in root.named_modules() if m is owner)
+        names = (
+            f"{prefix}{path}" for prefix, root in self.roots.items() for path, m in root.named_modules() if m is owner
+        )
         return StaleParameterError(
             "a module has changed since the train step was compiled",
             {"module": next(names, "") or type(owner).__name__, "changed": ", ".join(keys[:8]) or "(removed)"},

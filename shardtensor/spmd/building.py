@@ -25,7 +25,7 @@ from shardtensor.spmd.gathers import Unit, gather_units, prefetch, reduce_scatte
 from shardtensor.spmd.gradients import GradientBucketPlan, all_reduce_gradients
 from shardtensor.spmd.local_graph import LocalGraph, localize
 from shardtensor.spmd.lowering import Segment, eager, empty_outputs, inductor, split_at_steps, without_collectives
-from shardtensor.spmd.markers import STEPPED
+from shardtensor.spmd.markers import STEPPED, Node
 from shardtensor.spmd.optimizers import shard_states, step_of
 from shardtensor.spmd.parallel_mode import DataParallel
 from shardtensor.spmd.program import Block, FlatGradient, Gradients, Program
@@ -73,7 +73,7 @@ class Builder:
             raise LayoutError(
                 "the tensors of the batch have different numbers of samples" if least else "the batch has no samples",
                 {"shapes": ", ".join(" x ".join(map(str, x.shape)) or "one number" for x in call.tensors[:8])},
-                f"pass as many samples in each; dim {dim} has them, or DataParallel(..., input_batch_dim=...) says which",
+                f"pass as many samples in each; dim {dim} has them, or DataParallel(..., input_batch_dim=d)",
             )
         return least
 
@@ -107,14 +107,14 @@ class Builder:
         is_sharded = self.mode.parallel_style == "fully_shard"
         return localize(whole, doubled, whole.graph, part, mode, _name_of(data.whole), inputs, is_sharded)
 
-    # -- collectives of parameters and gradients ------------------------------------------------------------------------
+    # -- collectives of parameters and gradients ----------------------------------------------------------------------
 
     def _lowered(
         self, call: Call, tree: Tree, whole: Trace, local: LocalGraph, part: Part, mode: BatchMode, data: DataMesh
     ) -> Program:
         graph = local.graph
         units: list[Unit] = []
-        flats: dict[fx.Node, FlatGradient] = {}
+        flats: dict[Node, FlatGradient] = {}
         if self.mode.parallel_style == "fully_shard":
             units = self._units(call, tree, data)
             flats = reduce_scatter_gradients(graph, units, part, mode, _name_of(data.reduce))
@@ -158,7 +158,7 @@ class Builder:
                     found.append(Unit(group, params, state.stays_unsharded, name))
         return found
 
-    # -- functions --------------------------------------------------------------------------------------------------------
+    # -- functions ----------------------------------------------------------------------------------------------------
 
     def function(
         self, segment: Segment, attributes: nn.Module, inputs: Sequence[torch.Tensor], group: Group
@@ -190,7 +190,7 @@ class _Assembly:
         whole: Trace,
         graph: fx.Graph,
         units: list[Unit],
-        flats: dict[fx.Node, FlatGradient],
+        flats: dict[Node, FlatGradient],
         group: Group,
     ) -> None:
         self.builder, self.call, self.tree, self.whole, self.graph = builder, call, tree, whole, graph
@@ -245,12 +245,12 @@ class _Assembly:
             self.whole.adds_to_gradients,
         )
 
-    def _gradients(self, numbers: Iterable[int], nodes: Iterable[fx.Node]) -> Gradients:
+    def _gradients(self, numbers: Iterable[int], nodes: Iterable[Node]) -> Gradients:
         """Return where gradients are: in one flat tensor for a unit, if all of its gradients are parts of it."""
-        parts: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
+        parts: dict[Node, list[tuple[int, Node]]] = {}
         alone = []
         for number, node in zip(numbers, nodes, strict=True):
-            flat: Any = node.args[0].args[0] if getattr(node.target, "__name__", "") == "getitem" else None  # type: ignore[union-attr]
+            flat: Any = node.args[0].args[0] if getattr(node.target, "__name__", "") == "getitem" else None
             if flat in self.flats:
                 parts.setdefault(flat, []).append((number, node))
             else:

@@ -66,8 +66,12 @@ class CompiledStep:
             tree, samples = Tree(call), self._builder.samples(call)
         except ShardTensorError as error:
             fault = error
-        held = "" if tree is None else "\n".join(
-            f"{h.name} {tuple(h.tensor.shape)} {h.tensor.dtype} {h.tensor.requires_grad}" for h in tree.held
+        held = (
+            ""
+            if tree is None
+            else "\n".join(
+                f"{h.name} {tuple(h.tensor.shape)} {h.tensor.dtype} {h.tensor.requires_grad}" for h in tree.held
+            )
         )
         facts = {"arguments": call.text(self._builder.mode.input_batch_dim), "parameters": held}
         agree(data.whole, self._builder.name, facts | {"mode": self._builder.text}, fault)

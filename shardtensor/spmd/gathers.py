@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch import fx
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.rules.batch import BatchMode
 from shardtensor.spmd.gradients import Inserter, gradient_factor, position, rounds
-from shardtensor.spmd.markers import STEPPED
+from shardtensor.spmd.markers import STEPPED, Node
 from shardtensor.spmd.sizes import Part
 
 aten: Any = torch.ops.aten
@@ -56,7 +57,7 @@ class Unit:
     name: str
 
 
-def gather_units(graph: fx.Graph, units: Sequence[Unit], gather_name: str) -> list[fx.Node]:
+def gather_units(graph: fx.Graph, units: Sequence[Unit], gather_name: str) -> list[Node]:
     """Replace the inputs for parameters of units by one flat shard for each unit, and gather these before use.
 
     Forward, backward and what follows an optimizer step gather anew, unless the unit stays gathered. Returns the new
@@ -85,16 +86,16 @@ class _Gathers:
         self,
         graph: fx.Graph,
         unit: Unit,
-        params: list[fx.Node],
-        shard: fx.Node,
-        phases: Mapping[fx.Node, Any],
+        params: list[Node],
+        shard: Node,
+        phases: Mapping[Node, Any],
         group_name: str,
     ) -> None:
         self.graph, self.unit, self.params, self.shard = graph, unit, params, shard
         self.phases, self.group_name = phases, group_name
-        self.views: set[fx.Node] = set()
-        self.wholes: dict[Any, list[fx.Node]] = {}
-        self.made: dict[tuple[Any, fx.Node], fx.Node] = {}
+        self.views: set[Node] = set()
+        self.wholes: dict[Any, list[Node]] = {}
+        self.made: dict[tuple[Any, Node], Node] = {}
 
     def run(self) -> None:
         uses = self._uses()
@@ -108,11 +109,11 @@ class _Gathers:
             if not node.users:
                 self.graph.erase_node(node)
 
-    def _phase(self, node: fx.Node) -> Any:
+    def _phase(self, node: Node) -> Any:
         segment, is_backward = self.phases[node]
         return segment, is_backward and not self.unit.keeps
 
-    def _uses(self) -> list[tuple[fx.Node, fx.Node]]:
+    def _uses(self) -> list[tuple[Node, Node]]:
         """Return what computes with parameters or views of them, and with which."""
         found, left = [], list(self.params)
         seen = set(left)
@@ -130,25 +131,25 @@ class _Gathers:
                 found.append((user, source))
         return found
 
-    def _version(self, node: fx.Node, phase: Any, user: fx.Node) -> fx.Node:
+    def _version(self, node: Node, phase: Any, user: Node) -> Node:
         """Return a parameter, or a view of one, in a phase; it is made before `user`, the first that needs it."""
         key = phase, node
         if key not in self.made:
             if node in self.params:
                 self.made[key] = self._gathered(phase, user)[self.params.index(node)]
             else:
-                source = self._version(node.args[0], phase, user)  # type: ignore[arg-type]
+                source = self._version(node.args[0], phase, user)
                 with self.graph.inserting_before(user):
                     made = self.graph.node_copy(node, lambda x: source if x is node.args[0] else x)
                 self.made[key] = made
         return self.made[key]
 
-    def _gathered(self, phase: Any, user: fx.Node) -> list[fx.Node]:
+    def _gathered(self, phase: Any, user: Node) -> list[Node]:
         if phase not in self.wholes:
             self.wholes[phase] = self._gather(user, self.phases[user][1])
         return self.wholes[phase]
 
-    def _gather(self, user: fx.Node, is_backward: bool) -> list[fx.Node]:
+    def _gather(self, user: Node, is_backward: bool) -> list[Node]:
         group = self.unit.group
         made = Inserter(self.graph, user.prev, {"where": "", "backward": is_backward})
         part: Any = self.shard
@@ -181,7 +182,7 @@ def _moved(dim: int, ndim: int) -> list[int]:
     return order
 
 
-def _phases(graph: fx.Graph) -> dict[fx.Node, tuple[int, bool]]:
+def _phases(graph: fx.Graph) -> dict[Node, tuple[int, bool]]:
     """Return for each node how many optimizer steps are before it, and whether it is part of a backward."""
     found, steps = {}, 0
     for node in graph.nodes:
@@ -195,7 +196,7 @@ def prefetch(graph: fx.Graph) -> None:
     gathers = [node for node in graph.nodes if node.target is c10d.all_gather_into_tensor.default]
     place = position(graph)
     steps = [place[node] for node in graph.nodes if node.target is STEPPED]
-    for earlier, later in zip(gathers, gathers[1:], strict=False):
+    for earlier, later in itertools.pairwise(gathers):
         if any(place[earlier] < step < place[later] for step in steps):
             continue
         source = later.args[0]
@@ -207,13 +208,13 @@ def prefetch(graph: fx.Graph) -> None:
 
 def reduce_scatter_gradients(
     graph: fx.Graph, units: Sequence[Unit], part: Part, mode: BatchMode, group: str
-) -> dict[fx.Node, FlatGradient]:
+) -> dict[Node, FlatGradient]:
     """Replace gradients by this rank's flat shards of their averages, as soon as those of a unit are computed.
 
     Returns:
         the nodes of flat gradients.
     """
-    found: dict[fx.Node, FlatGradient] = {}
+    found: dict[Node, FlatGradient] = {}
     for markers in rounds(graph):
         by_number = {marker.args[1]: marker for marker in markers}
         place = position(graph)
@@ -230,12 +231,12 @@ def reduce_scatter_gradients(
 def _reduce_scattered(
     graph: fx.Graph,
     unit: Unit,
-    markers: Sequence[fx.Node | None],
-    place: Mapping[fx.Node, int],
+    markers: Sequence[Node | None],
+    place: Mapping[Node, int],
     part: Part,
     mode: BatchMode,
     group_name: str,
-) -> fx.Node:
+) -> Node:
     group = unit.group
     there = [marker for marker in markers if marker is not None]
     last = max((marker.args[0] for marker in there), key=place.__getitem__)
@@ -282,7 +283,7 @@ def _reduce_scattered(
     return summed
 
 
-def _use_parts(unit: Unit, markers: Sequence[fx.Node | None], flat: fx.Node, made: Inserter) -> None:
+def _use_parts(unit: Unit, markers: Sequence[Node | None], flat: Node, made: Inserter) -> None:
     """Let what reads a gradient read its part of the flat shard; a product of all with one number is one product."""
     own = unit.group.bucket.ranges.cuts(unit.group.bucket.index)
     parts = made.call(aten.split_with_sizes.default, flat, own)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from shardtensor.rules.batch import BatchMode, BatchValue
-from shardtensor.spmd.markers import GRADIENT
+from shardtensor.spmd.markers import GRADIENT, Node
 from shardtensor.spmd.sizes import Part
 
 aten: Any = torch.ops.aten
@@ -96,7 +96,7 @@ def gradient_factor(value: BatchValue, part: Part, mode: BatchMode) -> Any:
     return factor / part.ranks**value.degree if value.degree >= 0 else factor * part.ranks**-value.degree
 
 
-def rounds(graph: fx.Graph) -> list[list[fx.Node]]:
+def rounds(graph: fx.Graph) -> list[list[Node]]:
     """Return the gradients of each backward."""
     found = []
     for is_gradient, nodes in groupby(list(graph.nodes), lambda node: node.target is GRADIENT):
@@ -105,7 +105,7 @@ def rounds(graph: fx.Graph) -> list[list[fx.Node]]:
     return found
 
 
-def position(graph: fx.Graph) -> dict[fx.Node, int]:
+def position(graph: fx.Graph) -> dict[Node, int]:
     """Return the place of each node."""
     return {node: i for i, node in enumerate(graph.nodes)}
 
@@ -113,17 +113,17 @@ def position(graph: fx.Graph) -> dict[fx.Node, int]:
 class Inserter:
     """Inserts nodes one after the other, behind a node."""
 
-    def __init__(self, graph: fx.Graph, behind: fx.Node, custom: dict[str, Any] | None = None) -> None:
+    def __init__(self, graph: fx.Graph, behind: Node, custom: dict[str, Any] | None = None) -> None:
         self.graph, self.behind = graph, behind
         self.custom = custom or behind.meta.get("custom") or {}
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Insert a call."""
         with self.graph.inserting_after(self.behind):
             self.behind = self.graph.call_function(target, args, kwargs)
         self.behind.meta["custom"] = self.custom
         return self.behind
 
-    def getitem(self, node: fx.Node, i: int) -> fx.Node:
+    def getitem(self, node: Node, i: int) -> Node:
         """Insert an access to one of several results."""
         return self.call(operator.getitem, node, i)

@@ -13,7 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardtensor.comm.group import Group
-from shardtensor.spmd.markers import STEPPED
+from shardtensor.spmd.markers import STEPPED, Node
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
@@ -30,24 +30,28 @@ class Segment:
     """
 
     graph: fx.Graph
-    inputs: list[fx.Node]
-    outputs: list[fx.Node]
-    step: fx.Node | None
+    inputs: list[Node]
+    outputs: list[Node]
+    step: Node | None
 
 
-def split_at_steps(graph: fx.Graph, also: Sequence[fx.Node] = ()) -> list[Segment]:
+def split_at_steps(graph: fx.Graph, also: Sequence[Node] = ()) -> list[Segment]:
     """Split a graph behind each part that ends with an optimizer step.
 
     Args:
         also: nodes that are returned though nothing in the graph uses them.
     """
     _drop_unused(graph, also)
-    number: dict[fx.Node, int] = {}
-    steps: list[fx.Node | None] = []
+    _start_early(graph)
+    number: dict[Node, int] = {}
+    steps: list[Node | None] = []
     for node in graph.nodes:
         number[node] = len(steps)
         if node.target is STEPPED:
             steps.append(node)
+        elif all(x.op == "call_function" for x in node.all_input_nodes) and not _has_effect(node):
+            # Results are reduced at the end of the graph; they need no later parameters.
+            number[node] = max((number[x] for x in node.all_input_nodes), default=number[node])
     steps.append(None)
     output = next(node for node in graph.nodes if node.op == "output")
     needed = {*output.all_input_nodes, *also}
@@ -61,18 +65,33 @@ def split_at_steps(graph: fx.Graph, also: Sequence[fx.Node] = ()) -> list[Segmen
     return found
 
 
-def _drop_unused(graph: fx.Graph, kept: Sequence[fx.Node]) -> None:
+def _drop_unused(graph: fx.Graph, kept: Sequence[Node]) -> None:
     """Erase operations that nothing needs; a draw of random numbers stays, since it changes the generator."""
     for node in reversed(list(graph.nodes)):
-        is_needed = node.users or node in kept or node.op != "call_function" or node.target is STEPPED
-        tags = getattr(node.target, "tags", ())
-        if not is_needed and node.target is not aten.copy_.default and torch.Tag.nondeterministic_seeded not in tags:
+        if not node.users and node not in kept and node.op == "call_function" and not _has_effect(node):
             graph.erase_node(node)
 
 
-def _segment(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], step: fx.Node | None) -> Segment:
+def _has_effect(node: Node) -> bool:
+    """Whether an operation does more than return a result."""
+    tags = getattr(node.target, "tags", ())
+    return node.target in (STEPPED, aten.copy_.default) or torch.Tag.nondeterministic_seeded in tags
+
+
+def _start_early(graph: fx.Graph) -> None:
+    """Start the reductions of single values where these are computed; they are waited for where they are needed."""
+    for node in list(graph.nodes):
+        if node.target is c10d.all_reduce.default and not node.meta.get("owned"):
+            sent = node.args[0]
+            if sent.target is aten.mul.Tensor and len(sent.users) == 1 and sent.args[0].op == "call_function":
+                sent.args[0].append(sent)
+            if sent.op == "call_function":
+                sent.append(node)
+
+
+def _segment(nodes: list[Node], inputs: list[Node], outputs: list[Node], step: Node | None) -> Segment:
     graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
+    new: dict[Node, Node] = {}
     kept = []
     for node in inputs:
         if node.op == "get_attr":
@@ -125,9 +144,7 @@ def _collectives(group: Group) -> dict[Any, Callable[..., Any]]:
     }
 
 
-def empty_outputs(
-    segment: Segment, attributes: torch.nn.Module, inputs: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def empty_outputs(segment: Segment, attributes: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors like the outputs of a segment, with undefined values: the compiler reads sizes and strides."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:

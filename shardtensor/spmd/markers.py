@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+Node = Any
+"""`torch.fx.Node`, whose annotations let each argument be one of 17 types."""
+
 
 @torch.library.custom_op("shardtensor::gradient", mutates_args=())
 def gradient(grad: torch.Tensor, parameter: int) -> torch.Tensor:

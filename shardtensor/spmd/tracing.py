@@ -26,10 +26,10 @@ from torch.overrides import TorchFunctionMode
 from shardtensor.comm.call_site import call_site
 from shardtensor.errors import RuleError, ShardTensorError
 from shardtensor.spmd.arguments import Call, Held, rebuilt
-from shardtensor.spmd.markers import gradient, stepped
+from shardtensor.spmd.markers import Node, gradient, stepped
 
 aten: Any = torch.ops.aten
-_DECOMPOSED = get_decompositions(
+_DECOMPOSED: Any = get_decompositions(
     [
         aten.native_batch_norm,
         aten.cudnn_batch_norm,
@@ -133,10 +133,10 @@ class _Sites(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.site = ""
-        self.again: dict[fx.Node, fx.Node] = {}
+        self.again: dict[Node, Node] = {}
         self._place = 0  # how many draws there were before the state of the generator
-        self._drawn: dict[int, fx.Node] = {}
-        self._counted: set[fx.Node] = set()
+        self._drawn: dict[int, Node] = {}
+        self._counted: set[Node] = set()
         self._places: dict[int, tuple[torch.Tensor, int]] = {}  # of states that were read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +152,7 @@ class _Sites(TorchFunctionMode):
         finally:  # a checkpoint ends its second run by an exception
             self._count_draws(before, end)
 
-    def _count_draws(self, before: fx.Node, end: fx.Node) -> None:
+    def _count_draws(self, before: Node, end: Node) -> None:
         node = before.next
         while node is not end:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node not in self._counted:
@@ -191,7 +191,7 @@ class _Sites(TorchFunctionMode):
 class _Tracer:
     def __init__(self, step: Callable[..., Any], call: Call, held: Sequence[Held], sites: _Sites) -> None:
         self.step, self.call, self.held, self.sites = step, call, held, sites
-        self.in_backward: set[fx.Node] = set()
+        self.in_backward: set[Node] = set()
         self.result: Any = None
         self.count = 0
         self.grads: list[int] = []
@@ -272,7 +272,7 @@ class _Tracer:
                 self.in_backward.update(self._nodes()[start:])
                 with torch.no_grad():
                     for i, (x, was) in enumerate(zip(self.params, before, strict=True)):
-                        if x.grad is not None and x.grad is not was or (x.grad is was and was is not None):
+                        if (x.grad is not None and x.grad is not was) or (x.grad is was and was is not None):
                             x.grad = gradient(x.grad, i)
             return None
 
@@ -300,7 +300,7 @@ class _Tracer:
                 x.grad = None
         self.earlier = []
 
-    def _nodes(self) -> list[fx.Node]:
+    def _nodes(self) -> list[Node]:
         proxies = get_proxy_mode()
         assert proxies is not None, "the step runs under make_fx"
         return list(proxies.tracer.graph.nodes)
@@ -315,7 +315,7 @@ class _Tracer:
             if params:
                 with torch.no_grad():
                     grads = [x.grad for x in params]
-                    made = stepped(params, grads, number)  # type: ignore[arg-type]
+                    made = stepped(params, grads, number)
                     for x, new in zip(params, made, strict=True):
                         x.copy_(new)
             return loss
@@ -368,7 +368,7 @@ def _restored(call: Call, held: Sequence[Held]) -> Iterator[None]:
         )
 
 
-def _mark(graph: fx.Graph, in_backward: set[fx.Node]) -> None:
+def _mark(graph: fx.Graph, in_backward: set[Node]) -> None:
     """Give each node the user's line, and those of backward the line of the forward that they belong to."""
     sites: dict[Any, str] = {}
     for node in graph.nodes:
@@ -381,9 +381,9 @@ def _mark(graph: fx.Graph, in_backward: set[fx.Node]) -> None:
         node.meta["custom"] = {"where": where, "backward": node in in_backward}
 
 
-def _draw_again(graph: fx.Graph, node: fx.Node, earlier: fx.Node) -> None:
+def _draw_again(graph: fx.Graph, node: Node, earlier: Node) -> None:
     """Let a draw of the same random numbers return those of the earlier one."""
-    if len(earlier.target._schema.returns) > 1:  # type: ignore[union-attr]
+    if len(earlier.target._schema.returns) > 1:
         node.replace_all_uses_with(earlier)
         graph.erase_node(node)
         return
