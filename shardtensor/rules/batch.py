@@ -871,6 +871,30 @@ class _Call:
 
     _wait_tensor = _all_reduce
 
+    def _all_gather_into_tensor(self) -> BatchValue:
+        """The parts of all ranks of the other axis, end to end along the first dim."""
+        value = self.values[0]
+        if value.kind != SHARDED or value.dim:
+            return value
+        return attrs.evolve(value, outer=value.outer * self.options["group_size"], is_iota=False)
+
+    def _reduce_scatter_tensor(self) -> BatchValue:
+        value, size = self.values[0], self.options["group_size"]
+        if value.kind != SHARDED or value.dim:
+            return value
+        return attrs.evolve(value, outer=self._divided(value, size), is_iota=False)
+
+    def _all_to_all_single(self) -> BatchValue:
+        value = self.values[0]
+        if value.kind == SHARDED and not value.dim:
+            self._divided(value, len(self.options["output_split_sizes"]))
+        return value
+
+    def _divided(self, value: BatchValue, ranks: int) -> int:
+        if value.outer % ranks:
+            raise Refused("ranks of another axis exchange parts of the samples")
+        return value.outer // ranks
+
 
 _LINEAR_KERNELS = frozenset(
     "native_dropout all_reduce wait_tensor permute transpose t unbind split split_with_sizes repeat gather index "

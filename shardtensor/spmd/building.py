@@ -31,6 +31,7 @@ from shardtensor.spmd.parallel_mode import DataParallel
 from shardtensor.spmd.program import Block, FlatGradient, Gradients, Program
 from shardtensor.spmd.sizes import Part
 from shardtensor.spmd.tracing import Trace, trace_step
+from shardtensor.tensor.sharded_tensor import local_of
 
 
 @attrs.frozen(eq=False)
@@ -89,7 +90,7 @@ class Builder:
             whole = trace_step(self.step, call, tree.held, self.mode.input_batch_dim, (total, samples))
             doubled = trace_step(self.step, call, tree.held, self.mode.input_batch_dim, (2 * total, samples))
             local = self._localized(call, tree, whole, doubled, part, mode, data)
-            text = hashlib.sha256(str(whole.graph.graph).encode()).hexdigest()
+            text = hashlib.sha256(_text(whole.graph.graph).encode()).hexdigest()
         except ShardTensorError as error:
             fault = error
         agree(data.whole, self.name, {"graph": text}, fault)
@@ -104,8 +105,15 @@ class Builder:
         dim = self.mode.input_batch_dim
         inputs = [BatchValue() for _ in tree.held]
         inputs += [BatchValue("sharded", dim) if x.dim() > dim else BatchValue() for x in call.tensors]
-        is_sharded = self.mode.parallel_style == "fully_shard"
-        return localize(whole, doubled, whole.graph, part, mode, _name_of(data.whole), inputs, is_sharded)
+        return localize(whole, doubled, part, mode, _name_of(data.whole, "data"), inputs, self._sharded(tree))
+
+    def _sharded(self, tree: Tree) -> set[int]:
+        """Return the numbers of parameters that are fully sharded, or will be."""
+        groups = [group for root in tree.roots.values() for _, state in states_in(root) for group in state.param_groups]
+        if groups or self.mode.parallel_style == "replicate":
+            inside = {id(param) for group in groups for param in group.sharded_params}
+            return {i for i, held in enumerate(tree.held) if id(held.tensor) in inside}
+        return {i for i, held in enumerate(tree.held) if held.is_param}
 
     # -- collectives of parameters and gradients ----------------------------------------------------------------------
 
@@ -115,22 +123,23 @@ class Builder:
         graph = local.graph
         units: list[Unit] = []
         flats: dict[Node, FlatGradient] = {}
-        if self.mode.parallel_style == "fully_shard":
-            units = self._units(call, tree, data)
-            flats = reduce_scatter_gradients(graph, units, part, mode, _name_of(data.reduce))
-            gather_units(graph, units, _name_of(data.shard))
+        if self._sharded(tree):
+            units = self._units(call, tree)
+            flats = reduce_scatter_gradients(graph, units, part, mode, _name_of(data.reduce, "reduce"))
+            gather_units(graph, units, _name_of(data.shard, "shard"))
             prefetch(graph)
             tree.record()
-        else:
-            self._send_values(tree.held, data.whole)
-            support = getattr(data.whole, "support", None)
-            has_avg = support is None or "avg" in support.ops
-            buckets = _buckets(tree.held, data.whole, self.mode.bucket_mib)
-            all_reduce_gradients(graph, buckets, part, mode, _name_of(data.whole), has_avg)
-        if data.whole.size == 1:
-            without_collectives(graph)
+        inside = {i for unit in units for i in unit.params}
+        self._send_values([h for i, h in enumerate(tree.held) if i not in inside], data.whole)
+        support = getattr(data.whole, "support", None)
+        has_avg = support is None or "avg" in support.ops
+        buckets = _buckets(tree.held, inside, data.whole, self.mode.bucket_mib)
+        all_reduce_gradients(graph, buckets, part, mode, _name_of(data.whole, "data"), has_avg)
+        groups = {"data": data.whole, "shard": data.shard, "reduce": data.reduce}
+        named = {_name_of(group, role): group for role, group in groups.items()}
+        without_collectives(graph, {name for name, group in named.items() if group.size == 1})
         self.last = Built(local, graph, part)
-        return _Assembly(self, call, tree, whole, graph, units, flats, data.whole).program()
+        return _Assembly(self, call, tree, whole, graph, units, flats, named).program()
 
     @torch.no_grad()
     def _send_values(self, held: Iterable[Held], group: Group) -> None:
@@ -138,14 +147,15 @@ class Builder:
         for each in held if group.size > 1 else ():
             if id(each.tensor) not in self._sent:
                 self._sent.add(id(each.tensor))
-                group.broadcast(each.tensor.detach())
+                group.broadcast(local_of(each.tensor).detach())
 
-    def _units(self, call: Call, tree: Tree, data: DataMesh) -> list[Unit]:
-        """Fully shard the modules that are not, and return the parameter groups of all."""
+    def _units(self, call: Call, tree: Tree) -> list[Unit]:
+        """Fully shard the modules, unless some are, and return all parameter groups."""
         numbers = {id(held.tensor): i for i, held in enumerate(tree.held)}
-        for module in tree.roots.values():
-            if not any(True for _ in states_in(module)):
-                self._send_values([h for h in tree.held], data.whole)
+        is_sharded = any(True for root in tree.roots.values() for _ in states_in(root))
+        for module in () if is_sharded else tree.roots.values():
+            if next(module.parameters(), None) is not None:
+                self._send_values(tree.held, DataMesh.of(self.mode.mesh).whole)
                 shard_layers(module, self.mode.mesh)
                 groups = [group for _, state in states_in(module) for group in state.param_groups]
                 shard_states(call.optimizers, groups)
@@ -161,13 +171,13 @@ class Builder:
     # -- functions ----------------------------------------------------------------------------------------------------
 
     def function(
-        self, segment: Segment, attributes: nn.Module, inputs: Sequence[torch.Tensor], group: Group
+        self, segment: Segment, attributes: nn.Module, inputs: Sequence[torch.Tensor], groups: dict[str, Group]
     ) -> Callable[..., Sequence[torch.Tensor]]:
         """Return the function of a part of the graph."""
         if not any(node.op == "call_function" for node in segment.graph.nodes):
             return _nothing
         if self.backend == "eager":
-            return eager(segment, attributes, group)
+            return eager(segment, attributes, groups)
         function, is_new = inductor(segment, attributes, inputs, self.cache_dir)
         self.lowered += is_new
         return function
@@ -191,14 +201,14 @@ class _Assembly:
         graph: fx.Graph,
         units: list[Unit],
         flats: dict[Node, FlatGradient],
-        group: Group,
+        groups: dict[str, Group],
     ) -> None:
         self.builder, self.call, self.tree, self.whole, self.graph = builder, call, tree, whole, graph
-        self.units, self.flats, self.group = units, flats, group
+        self.units, self.flats, self.groups = units, flats, groups
         self.segments = split_at_steps(graph, list(flats))
         inside = {i for unit in units for i in unit.params}
         held = [h.tensor for h in tree.held]
-        self.static: dict[int, Any] = {i: x for i, x in enumerate(held) if i not in inside}
+        self.static: dict[int, Any] = {i: local_of(x) for i, x in enumerate(held) if i not in inside}
         self.batch, self.shards = len(held), len(held) + len(call.tensors)
         placed = [*self.static, *range(self.batch, self.shards + len(units))]
         self.slot = dict(zip((n for n in graph.nodes if n.op == "placeholder"), self._in_order(placed), strict=True))
@@ -218,7 +228,7 @@ class _Assembly:
         blocks = []
         for segment in self.segments:
             inputs = [values[self.slot[x]] for x in segment.inputs]
-            function = self.builder.function(segment, self.whole.graph, inputs, self.group)
+            function = self.builder.function(segment, self.whole.graph, inputs, self.groups)
             if segment is not self.segments[-1]:
                 made = empty_outputs(segment, self.whole.graph, inputs)
                 values |= {self.slot[x]: empty for x, empty in zip(segment.outputs, made, strict=True)}
@@ -265,10 +275,10 @@ class _Assembly:
         return Gradients(tuple(alone), tuple(flats))
 
 
-def _buckets(held: Sequence[Held], group: Group, bucket_mib: float) -> list[GradientBucketPlan]:
-    """Return the buckets of `data_parallel` for these parameters."""
-    trained = {i: h for i, h in enumerate(held) if h.is_param and h.tensor.requires_grad}
-    gradients = [Gradient(str(i), h.tensor, h.tensor, group, 1.0, h.tensor.dtype) for i, h in trained.items()]
+def _buckets(held: Sequence[Held], inside: set[int], group: Group, bucket_mib: float) -> list[GradientBucketPlan]:
+    """Return the buckets of `data_parallel` for the parameters that are in no unit."""
+    trained = {i: h.tensor for i, h in enumerate(held) if h.is_param and h.tensor.requires_grad and i not in inside}
+    gradients = [Gradient(str(i), x, local_of(x), group, 1.0, x.dtype) for i, x in trained.items()]
     return [
         GradientBucketPlan(
             tuple(int(g.name) for g in bucket.gradients),
@@ -289,9 +299,23 @@ def shard_layers(module: nn.Module, mesh: Any) -> None:
     fully_shard(module, mesh=mesh)
 
 
-def _name_of(group: Group) -> str:
+def _text(graph: fx.Graph) -> str:
+    """Return a graph as text that all data ranks have alike: groups of other axes are numbered."""
+    groups: dict[Any, int] = {}
+    lines = []
+    for node in graph.nodes:
+        line = str(node.format_node())
+        if "_c10d_functional" in str(node.target) and len(node.args) > 1:
+            name = node.args[-1]
+            line = line.replace(f", {name})", f", group {groups.setdefault(name, len(groups))})")
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _name_of(group: Group, role: str) -> str:
+    """Return torch's name of a group; its role if it is none of torch's."""
     process_group: Any = getattr(group, "process_group", None)
-    return "" if process_group is None else str(process_group.group_name)
+    return role if process_group is None else str(process_group.group_name)
 
 
 def _nothing(*_: torch.Tensor) -> tuple[()]:

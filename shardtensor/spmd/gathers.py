@@ -193,7 +193,7 @@ def _phases(graph: fx.Graph) -> dict[Node, tuple[int, bool]]:
 
 def prefetch(graph: fx.Graph) -> None:
     """Start each gather one gather earlier: while one unit computes, the next one is gathered."""
-    gathers = [node for node in graph.nodes if node.target is c10d.all_gather_into_tensor.default]
+    gathers = [node for node in graph.nodes if "unit" in node.meta]
     place = position(graph)
     steps = [place[node] for node in graph.nodes if node.target is STEPPED]
     for earlier, later in itertools.pairwise(gathers):
@@ -223,8 +223,9 @@ def reduce_scatter_gradients(
             if any(marker is not None for marker in present):
                 flat = _reduce_scattered(graph, unit, present, place, part, mode, group)
                 found[flat] = FlatGradient(number, tuple(marker is not None for marker in present))
-        for marker in markers:
-            graph.erase_node(marker)
+            for marker in present:
+                if marker is not None:
+                    graph.erase_node(marker)
     return found
 
 

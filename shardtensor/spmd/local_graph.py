@@ -7,7 +7,7 @@ before the first operation that is not linear in it; a gradient is reduced where
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import attrs
@@ -35,6 +35,7 @@ from shardtensor.spmd.tracing import Trace
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
+_CHECKS = {aten._assert_async.msg, aten._assert_async.default}
 _BACKWARDS = {aten.nll_loss_backward.default, aten.nll_loss2d_backward.default}
 _MEANS_OF_LABELS = _BACKWARDS | {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _DRAWS = {"bernoulli", "rand", "randn", "randint", "normal", "rand_like", "randn_like", "native_dropout", "randperm"}
@@ -57,24 +58,23 @@ class LocalGraph:
 def localize(
     whole: Trace,
     doubled: Trace,
-    attributes: torch.nn.Module,
     part: Part,
     mode: BatchMode,
     group_name: str,
     inputs: Sequence[BatchValue],
-    shards_gradients: bool = False,
+    sharded: Set[int] = frozenset(),
 ) -> LocalGraph:
     """Return the graph of this rank.
 
     Args:
         whole, doubled: the traces of the whole batch, and of twice as many samples.
         inputs: what the inputs are.
-        shards_gradients: whether gradients are reduce-scattered, so that each rank has flat shards of them.
+        sharded: numbers of the parameters whose gradients are reduce-scattered: each rank has flat shards of them.
 
     Raises:
         RuleError: an operation does not keep its meaning on a part of the batch.
     """
-    builder = _Builder(part, mode, group_name, list(inputs), shards_gradients)
+    builder = _Builder(part, mode, group_name, list(inputs), sharded)
     for a, b in paired(whole.graph.graph, doubled.graph.graph):
         try:
             builder.add(a, b)
@@ -85,10 +85,10 @@ def localize(
 
 class _Builder:
     def __init__(
-        self, part: Part, mode: BatchMode, group_name: str, inputs: list[BatchValue], shards_gradients: bool
+        self, part: Part, mode: BatchMode, group_name: str, inputs: list[BatchValue], sharded: Set[int]
     ) -> None:
         self.part, self.mode, self.group_name, self.inputs = part, mode, group_name, inputs
-        self.shards_gradients = shards_gradients
+        self.sharded = sharded
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}
         self.values: dict[fx.Node, Any] = {}  # of the trace's nodes; lists for several results
@@ -135,6 +135,8 @@ class _Builder:
             self.new[a], self.values[a] = self.new[a.args[0]], self.values[a.args[0]]
         elif "profiler" in str(a.target):
             return
+        elif a.target in _CHECKS:  # each rank checks its part
+            self._call(a, a.target, (self.new[a.args[0]], *a.args[1:]), {})
         elif a.target in _MEANS_OF_LABELS and a.args[4 if a.target in _BACKWARDS else 3] == 1 and self._is_sharded(a):
             self._mean_of_labels(a, b)
         elif str(a.target).startswith("aten._foreach_"):
@@ -368,7 +370,7 @@ class _Builder:
         node = self._call(a, GRADIENT, (self.new[source], number), {})
         node.meta["grad"] = value
         node.meta["val"] = source.meta["val"]
-        found = BatchValue(FLAT if self.shards_gradients else REPLICATED, degree=0, is_gradient=True)
+        found = BatchValue(FLAT if number in self.sharded else REPLICATED, degree=0, is_gradient=True)
         self._keep(a, node, found)
 
     def _stepped(self, a: fx.Node) -> None:
@@ -410,7 +412,7 @@ class _Builder:
         """An operation on lists of tensors: elementwise, or a norm of each."""
         name = a.target._schema.name.partition("_foreach_")[2]
         lists = [x for x in a.args if isinstance(x, list | tuple)]
-        if name not in _FOREACH or a.args != b.args and any(not isinstance(x, list | tuple) for x in a.args):
+        if name not in _FOREACH or (a.args != b.args and any(not isinstance(x, list | tuple) for x in a.args)):
             pass
         found = []
         results = self._results(a)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from shardtensor.spmd.markers import STEPPED, Node
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
+Function = Callable[..., Sequence[torch.Tensor]]
+_EFFECTS = {STEPPED, aten.copy_.default, aten._assert_async.msg, aten._assert_async.default}
 
 
 @attrs.frozen(eq=False)
@@ -75,7 +77,7 @@ def _drop_unused(graph: fx.Graph, kept: Sequence[Node]) -> None:
 def _has_effect(node: Node) -> bool:
     """Whether an operation does more than return a result."""
     tags = getattr(node.target, "tags", ())
-    return node.target in (STEPPED, aten.copy_.default) or torch.Tag.nondeterministic_seeded in tags
+    return node.target in _EFFECTS or torch.Tag.nondeterministic_seeded in tags
 
 
 def _start_early(graph: fx.Graph) -> None:
@@ -83,7 +85,8 @@ def _start_early(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is c10d.all_reduce.default and not node.meta.get("owned"):
             sent = node.args[0]
-            if sent.target is aten.mul.Tensor and len(sent.users) == 1 and sent.args[0].op == "call_function":
+            is_scaled = sent.target is aten.mul.Tensor and not isinstance(sent.args[1], fx.Node)
+            if is_scaled and len(sent.users) == 1 and sent.args[0].op == "call_function":
                 sent.args[0].append(sent)
             if sent.op == "call_function":
                 sent.append(node)
@@ -105,43 +108,68 @@ def _segment(nodes: list[Node], inputs: list[Node], outputs: list[Node], step: N
     return Segment(graph, kept, outputs, step)
 
 
-def eager(segment: Segment, attributes: torch.nn.Module, group: Group) -> Callable[..., Sequence[torch.Tensor]]:
-    """Return a function that runs the operations of a segment one by one, with collectives of the group."""
+def eager(segment: Segment, attributes: torch.nn.Module, groups: Mapping[str, Group]) -> Function:
+    """Return a function that runs the operations of a segment one by one, with collectives of these groups, by name.
+
+    Collectives of other groups, of layers that are sharded over other axes, are torch's.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(segment.graph, {}))
-    collectives = _collectives(group)
-    for node in graph.nodes:
-        if node.target in collectives:
-            function = collectives[node.target]
-            node.target = function if not node.meta.get("owned") else collectives["owned"]
-    graph.lint()
+    for node in reversed(list(graph.nodes)):  # waits first: they look at what they wait for
+        if node.target is c10d.wait_tensor.default and _group_name(node.args[0]) in groups:
+            node.target = _wait
+        elif _group_name(node) in groups:
+            function = _all_reduce_in_place if node.meta.get("owned") else _COLLECTIVES[node.target]
+            node.target = _bound(function, groups[node.args[-1]])
     return fx.GraphModule(attributes, graph)
 
 
-def _collectives(group: Group) -> dict[Any, Callable[..., Any]]:
-    def all_reduce(x: torch.Tensor, op: str, _: str) -> Any:
-        return group.all_reduce_async(x.clone(), op)
+def _group_name(node: Node) -> str | None:
+    """Return the name of the group that a collective starts on; None for another node."""
+    return node.args[-1] if node.target in _COLLECTIVES else None
 
-    def all_reduce_owned(x: torch.Tensor, op: str, _: str) -> Any:
-        return group.all_reduce_async(x, op)
 
-    def all_gather(x: torch.Tensor, size: int, _: str) -> Any:
-        return group.all_gather_into(x.new_empty(x.numel() * size), x)
+def _bound(function: Callable[..., Any], group: Group) -> Callable[..., Any]:
+    """Return a function of the other arguments; the graph's code names it."""
 
-    def reduce_scatter(x: torch.Tensor, op: str, size: int, _: str) -> Any:
-        return group.reduce_scatter_into(x.new_empty(x.numel() // size), x)
+    def call(*args: Any) -> Any:
+        return function(group, *args)
 
-    def broadcast(x: torch.Tensor, src: int, _: str) -> Any:
-        return group.broadcast_async(x.clone(), src)
+    call.__name__ = call.__qualname__ = function.__name__.strip("_")
+    return call
 
-    return {
-        c10d.all_reduce.default: all_reduce,
-        c10d.all_gather_into_tensor.default: all_gather,
-        c10d.reduce_scatter_tensor.default: reduce_scatter,
-        c10d.broadcast.default: broadcast,
-        c10d.wait_tensor.default: lambda pending: pending.wait(),
-        "owned": all_reduce_owned,
-    }
+
+def _all_reduce_in_place(group: Group, x: torch.Tensor, op: str, _: str) -> Any:
+    return group.all_reduce_async(x, op)
+
+
+def _all_reduce(group: Group, x: torch.Tensor, op: str, _: str) -> Any:
+    return group.all_reduce_async(x.clone(), op)
+
+
+def _all_gather(group: Group, x: torch.Tensor, size: int, _: str) -> Any:
+    return group.all_gather_into(x.new_empty(x.numel() * size), x)
+
+
+def _reduce_scatter(group: Group, x: torch.Tensor, op: str, size: int, _: str) -> Any:
+    return group.reduce_scatter_into(x.new_empty(x.numel() // size), x)
+
+
+def _broadcast(group: Group, x: torch.Tensor, source: int, _: str) -> Any:
+    return group.broadcast_async(x.clone(), source)
+
+
+def _wait(pending: Any) -> torch.Tensor:
+    result: torch.Tensor = pending.wait()
+    return result
+
+
+_COLLECTIVES: dict[Any, Callable[..., Any]] = {
+    c10d.all_reduce.default: _all_reduce,
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    c10d.broadcast.default: _broadcast,
+}
 
 
 def empty_outputs(segment: Segment, attributes: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -153,11 +181,11 @@ def empty_outputs(segment: Segment, attributes: torch.nn.Module, inputs: Sequenc
     return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
 
 
-def without_collectives(graph: fx.Graph) -> None:
-    """Erase the collectives of a world of one rank: each returns its operand."""
+def without_collectives(graph: fx.Graph, names: Set[str]) -> None:
+    """Erase the collectives of groups of one rank: each returns its operand."""
     for node in list(graph.nodes):
-        if node.target is c10d.wait_tensor.default:
-            sent = node.args[0]
+        sent = node.args[0] if node.target is c10d.wait_tensor.default else None
+        if sent is not None and _group_name(sent) in names:
             node.replace_all_uses_with(sent.args[0])
             graph.erase_node(node)
             graph.erase_node(sent)
@@ -165,7 +193,7 @@ def without_collectives(graph: fx.Graph) -> None:
 
 def inductor(
     segment: Segment, attributes: torch.nn.Module, inputs: Sequence[torch.Tensor], folder: Path | None
-) -> tuple[Callable[..., Sequence[torch.Tensor]], bool]:
+) -> tuple[Function, bool]:
     """Return the segment compiled by Inductor, and whether it was compiled now: not if `folder` has it."""
     path = None if folder is None else folder / f"{_digest(segment, inputs)}.bin"
     if path is not None and path.exists():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -27,6 +28,7 @@ from shardtensor.comm.call_site import call_site
 from shardtensor.errors import RuleError, ShardTensorError
 from shardtensor.spmd.arguments import Call, Held, rebuilt
 from shardtensor.spmd.markers import Node, gradient, stepped
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap
 
 aten: Any = torch.ops.aten
 _DECOMPOSED: Any = get_decompositions(
@@ -84,12 +86,20 @@ def trace_step(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        inputs = [_like(each.tensor) for each in held]
+        inputs = [_like(computed_with(each.tensor)) for each in held]
         inputs += [_resized(x, batch_dim, factor) for x in call.tensors]
     sites = _Sites()
     tracer = _Tracer(step, call, held, sites)
     try:
-        with _restored(call, held), sites.random_states(), fx_traceback.preserve_node_meta(), mode, sites:
+        is_parallel = any(isinstance(each.tensor, ShardedTensor) for each in held)
+        with (
+            _restored(call, held),
+            _compiling(is_parallel),
+            sites.random_states(),
+            fx_traceback.preserve_node_meta(),
+            mode,
+            sites,
+        ):
             first = make_fx(tracer.run, decomposition_table=_DECOMPOSED, _allow_non_fake_inputs=True)(*inputs)
     except ShardTensorError:
         raise
@@ -108,10 +118,39 @@ def trace_step(
     return Trace(functional, tracer.result, tracer.count, tracer.grads, tracer.adds_to_gradients)
 
 
+def computed_with(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without memory like the one that a rank computes with: unsharded, or the part on this rank.
+
+    It is that of a parameter's gradient, too.
+    """
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
+    group, i = _unit_of(tensor)
+    if group is None:
+        return tensor._local
+    return torch.empty(group.shapes[i], dtype=group.compute_dtype, device=group.device)
+
+
+def _unit_of(tensor: ShardedTensor) -> tuple[Any, int]:
+    """Return the parameter group of a fully sharded parameter, and its number there; None without one."""
+    group: Any = tensor._param_group
+    if group is None:
+        return None, -1
+    return group, next(i for i, other in enumerate(group.sharded_params) if other is tensor)
+
+
+def _around(tensor: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """Return what modules hold for a parameter while they run, over its leaf."""
+    if not isinstance(tensor, ShardedTensor):
+        return leaf
+    group, i = _unit_of(tensor)
+    if group is None:
+        return wrap(leaf, tensor._layout, tensor._spec, tensor._group)
+    tp_spec = group.params_info[i].tp_spec
+    return leaf if tp_spec is None else tp_spec.around(leaf)
+
+
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor like this one; a sharded one is whole."""
-    if hasattr(tensor, "_layout"):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
@@ -202,16 +241,18 @@ class _Tracer:
         held, tensors = self.held, self.call.tensors
         given, batch = flat[: len(held)], flat[len(held) :]
         own: list[torch.Tensor] = []
+        shown: list[torch.Tensor] = []  # what modules and optimizers hold: ShardedTensors over some of them
         for each, fake in zip(held, given, strict=True):
             x = nn.Parameter(fake, each.tensor.requires_grad) if each.is_param else fake
             own.append(x)
+            shown.append(_around(each.tensor, x))
             for place, key in each.places:
-                place[key] = x
+                place[key] = shown[-1]
             if each.is_param and x.requires_grad:
                 x.grad = torch.empty_like(fake)
                 self.earlier.append((x, x.grad))
         self.params = own
-        by_id = {id(each.tensor): x for each, x in zip(held, own, strict=True)}
+        by_id = {id(each.tensor): x for each, x in zip(held, shown, strict=True)}
         by_id.update((id(x), fake) for x, fake in zip(tensors, batch, strict=True))
         for optimizer in self.call.optimizers:
             for group in optimizer.param_groups:
@@ -233,7 +274,7 @@ class _Tracer:
         with torch.no_grad():
             for i, (each, x) in enumerate(zip(held, own, strict=True)):
                 now = each.places[0][0].get(each.places[0][1])
-                if now is not x:
+                if now is not shown[i]:
                     self._replaced(i, x, now)
                 if x.grad is not None:
                     self.grads.append(i)
@@ -277,20 +318,18 @@ class _Tracer:
             return None
 
         torch.autograd._engine_run_backward = marked
-        steps = [vars(optimizer).get("step") for optimizer in self.call.optimizers]
+        own = [{key: vars(o)[key] for key in ("step", "zero_grad") if key in vars(o)} for o in self.call.optimizers]
         for i, optimizer in enumerate(self.call.optimizers):
-            optimizer.step = self._stepping(i, optimizer)  # type: ignore[method-assign]
+            vars(optimizer).update(step=self._stepping(i, optimizer), zero_grad=partial(_zero_grad, optimizer))
         handle = register_optimizer_step_pre_hook(self._foreign)
         try:
             yield
         finally:
             handle.remove()
             torch.autograd._engine_run_backward = run_backward
-            for optimizer, step in zip(self.call.optimizers, steps, strict=True):
-                if step is None:
-                    vars(optimizer).pop("step", None)
-                else:
-                    optimizer.step = step  # type: ignore[method-assign]
+            for optimizer, before in zip(self.call.optimizers, own, strict=True):
+                del optimizer.step, optimizer.zero_grad
+                vars(optimizer).update(before)
 
     def _drop_earlier(self) -> None:
         """Before the first backward: find out whether the step has dropped earlier gradients."""
@@ -311,7 +350,8 @@ class _Tracer:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            params = [x for group in optimizer.param_groups for x in group["params"] if x.grad is not None]
+            listed = [local_of(x) for group in optimizer.param_groups for x in group["params"]]
+            params = [x for x in listed if x.grad is not None]
             if params:
                 with torch.no_grad():
                     grads = [x.grad for x in params]
@@ -328,6 +368,25 @@ class _Tracer:
             {"at": call_site(sys._getframe(1))},
             "pass it to the compiled function: compiled(model, optimizer, batch)",
         )
+
+
+def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    for x in [local_of(x) for group in optimizer.param_groups for x in group["params"]]:
+        if set_to_none:
+            x.grad = None
+        elif x.grad is not None:
+            x.grad = torch.zeros_like(x.grad)
+
+
+@contextlib.contextmanager
+def _compiling(is_on: bool) -> Iterator[None]:
+    """Let layers that are sharded over other axes send by functional collectives, which a trace records."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = before or is_on
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 @contextlib.contextmanager
