@@ -13,22 +13,24 @@ import torch
 from torch import fx, nn
 
 from shardtensor.comm.agree import agree
-from shardtensor.comm.group import Group
+from shardtensor.comm.group import Group, group_along
+from shardtensor.comm.process_group import as_group
 from shardtensor.errors import LayoutError, ShardTensorError
 from shardtensor.fsdp.api import fully_shard
 from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.fsdp.gradient_buckets import Gradient, make_buckets
 from shardtensor.fsdp.state import state_of, states_in
+from shardtensor.parallel.shard_module import PlanLike, job_of, shard_module
 from shardtensor.rules.batch import BatchMode, BatchValue
 from shardtensor.spmd.arguments import Call, Held, Tree
-from shardtensor.spmd.gathers import Unit, gather_units, prefetch, reduce_scatter_gradients
+from shardtensor.spmd.gathers import FlatGradient, Unit, gather_units, name_of, prefetch, reduce_scatter_gradients
 from shardtensor.spmd.gradients import GradientBucketPlan, all_reduce_gradients
 from shardtensor.spmd.local_graph import LocalGraph, localize
 from shardtensor.spmd.lowering import Segment, eager, empty_outputs, inductor, split_at_steps, without_collectives
 from shardtensor.spmd.markers import STEPPED, Node
 from shardtensor.spmd.optimizers import shard_states, step_of
 from shardtensor.spmd.parallel_mode import DataParallel
-from shardtensor.spmd.program import Block, FlatGradient, Gradients, Program
+from shardtensor.spmd.program import Block, Gradients, Program
 from shardtensor.spmd.sizes import Part
 from shardtensor.spmd.tracing import Trace, trace_step
 from shardtensor.tensor.sharded_tensor import local_of
@@ -51,15 +53,37 @@ class Builder:
         last: what was built last.
     """
 
-    def __init__(self, step: Callable[..., Any], mode: DataParallel, backend: str, cache_dir: Path | None) -> None:
-        self.step, self.mode, self.backend, self.cache_dir = step, mode, backend, cache_dir
+    def __init__(
+        self, step: Callable[..., Any], mode: DataParallel | PlanLike, backend: str, cache_dir: Path | None
+    ) -> None:
+        self.step, self.backend, self.cache_dir = step, backend, cache_dir
+        self.mode, self._plan = (mode, None) if isinstance(mode, DataParallel) else (DataParallel(), mode)
         self.name = f"compile({getattr(step, '__name__', type(step).__name__)})"
-        self.text = f"{attrs.evolve(mode, mesh=None)}, backend={backend}"
+        self.text = f"{attrs.evolve(self.mode, mesh=None)}, backend={backend}"
         self.lowered = 0
         self.last: Any = None
         self._steps: dict[int, Callable[[], Any]] = {}
         self._is_seeded = False
-        self._sent: set[int] = set()
+        self._sent: set[int] = set()  # ids of tensors that all ranks hold alike
+
+    def apply_plan(self, call: Call) -> None:
+        """Shard the module as the plan says, if the mode is a plan; the data axes of its mesh are the data ranks.
+
+        Collective, once. Raises the errors of `shard_module`, and LayoutError if there are several modules.
+        """
+        if self._plan is None:
+            return
+        plan, self._plan = self._plan, None
+        if len(call.modules) != 1:
+            raise LayoutError(
+                f"a plan is for one module, and the train step was called with {len(call.modules)}",
+                fix="call shard_module(module, plan) for each, and pass parallel_mode=DataParallel(mesh=...)",
+            )
+        job = job_of(call.modules[0], plan, as_group(None))
+        shard_module(call.modules[0], plan)
+        shard_states(call.optimizers)
+        data = job.fsdp_config.data if job.fsdp_config is not None else ()
+        self.mode = DataParallel(mesh=group_along(job.group, data) if data else job.group.subgroup([job.group.rank]))
 
     def samples(self, call: Call) -> int:
         """Return the number of this rank's samples.
@@ -105,7 +129,7 @@ class Builder:
         dim = self.mode.input_batch_dim
         inputs = [BatchValue() for _ in tree.held]
         inputs += [BatchValue("sharded", dim) if x.dim() > dim else BatchValue() for x in call.tensors]
-        return localize(whole, doubled, part, mode, _name_of(data.whole, "data"), inputs, self._sharded(tree))
+        return localize(whole, doubled, part, mode, name_of(data.whole), inputs, self._sharded(tree))
 
     def _sharded(self, tree: Tree) -> set[int]:
         """Return the numbers of parameters that are fully sharded, or will be."""
@@ -125,8 +149,8 @@ class Builder:
         flats: dict[Node, FlatGradient] = {}
         if self._sharded(tree):
             units = self._units(call, tree)
-            flats = reduce_scatter_gradients(graph, units, part, mode, _name_of(data.reduce, "reduce"))
-            gather_units(graph, units, _name_of(data.shard, "shard"))
+            flats = reduce_scatter_gradients(graph, units, part, mode)
+            gather_units(graph, units)
             prefetch(graph)
             tree.record()
         inside = {i for unit in units for i in unit.params}
@@ -134,9 +158,8 @@ class Builder:
         support = getattr(data.whole, "support", None)
         has_avg = support is None or "avg" in support.ops
         buckets = _buckets(tree.held, inside, data.whole, self.mode.bucket_mib)
-        all_reduce_gradients(graph, buckets, part, mode, _name_of(data.whole, "data"), has_avg)
-        groups = {"data": data.whole, "shard": data.shard, "reduce": data.reduce}
-        named = {_name_of(group, role): group for role, group in groups.items()}
+        all_reduce_gradients(graph, buckets, part, mode, name_of(data.whole), has_avg)
+        named = {name_of(group): group for group in _groups(data, units)}
         without_collectives(graph, {name for name, group in named.items() if group.size == 1})
         self.last = Built(local, graph, part)
         return _Assembly(self, call, tree, whole, graph, units, flats, named).program()
@@ -157,8 +180,7 @@ class Builder:
             if next(module.parameters(), None) is not None:
                 self._send_values(tree.held, DataMesh.of(self.mode.mesh).whole)
                 shard_layers(module, self.mode.mesh)
-                groups = [group for _, state in states_in(module) for group in state.param_groups]
-                shard_states(call.optimizers, groups)
+                shard_states(call.optimizers)
         found = []
         for module in tree.roots.values():
             for name, state in states_in(module):
@@ -312,10 +334,12 @@ def _text(graph: fx.Graph) -> str:
     return "\n".join(lines)
 
 
-def _name_of(group: Group, role: str) -> str:
-    """Return torch's name of a group; its role if it is none of torch's."""
-    process_group: Any = getattr(group, "process_group", None)
-    return role if process_group is None else str(process_group.group_name)
+def _groups(data: DataMesh, units: Iterable[Unit]) -> Iterable[Group]:
+    """Yield the groups that a program sends in."""
+    yield data.whole
+    for unit in units:
+        mesh = unit.group.data_mesh
+        yield from (mesh.shard, mesh.reduce, *([] if mesh.replicate is None else [mesh.replicate]))
 
 
 def _nothing(*_: torch.Tensor) -> tuple[()]:

@@ -10,6 +10,7 @@ from shardtensor.comm.agree import agree
 from shardtensor.errors import RuleError, ShardTensorError
 from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.optim.graphs import graphed_step
+from shardtensor.parallel.shard_module import PlanLike
 from shardtensor.spmd.arguments import Call, Tree
 from shardtensor.spmd.building import Builder
 from shardtensor.spmd.explain import explained
@@ -26,7 +27,12 @@ class CompiledStep:
     """
 
     def __init__(
-        self, step: Callable[..., Any], mode: DataParallel, backend: str, graphed: bool, cache_dir: Path | None
+        self,
+        step: Callable[..., Any],
+        mode: DataParallel | PlanLike,
+        backend: str,
+        graphed: bool,
+        cache_dir: Path | None,
     ) -> None:
         self._step, self._graphed = step, graphed
         self._builder = Builder(step, mode, backend, cache_dir)
@@ -59,6 +65,7 @@ class CompiledStep:
         return run(*call.tensors)
 
     def _compile(self, call: Call) -> tuple[Tree, Program]:
+        self._builder.apply_plan(call)
         data = DataMesh.of(self._builder.mode.mesh)
         fault: ShardTensorError | None = None
         tree, samples = None, 0

@@ -11,7 +11,9 @@ import attrs
 import torch
 from torch import fx
 
+from shardtensor.comm.group import Group
 from shardtensor.fsdp.param_group import ParamGroup
+from shardtensor.mesh import ranks_text
 from shardtensor.rules.batch import BatchMode
 from shardtensor.spmd.gradients import Inserter, gradient_factor, position, rounds
 from shardtensor.spmd.markers import STEPPED, Node
@@ -57,7 +59,13 @@ class Unit:
     name: str
 
 
-def gather_units(graph: fx.Graph, units: Sequence[Unit], gather_name: str) -> list[Node]:
+def name_of(group: Group) -> str:
+    """Return torch's name of a group; of another one, its ranks."""
+    process_group: Any = getattr(group, "process_group", None)
+    return f"ranks {ranks_text(group.ranks)}" if process_group is None else str(process_group.group_name)
+
+
+def gather_units(graph: fx.Graph, units: Sequence[Unit]) -> list[Node]:
     """Replace the inputs for parameters of units by one flat shard for each unit, and gather these before use.
 
     Forward, backward and what follows an optimizer step gather anew, unless the unit stays gathered. Returns the new
@@ -72,7 +80,7 @@ def gather_units(graph: fx.Graph, units: Sequence[Unit], gather_name: str) -> li
             shard = graph.placeholder(f"shard_{number}")
         shard.meta["val"] = unit.group.shard
         shards.append(shard)
-        _Gathers(graph, unit, [inputs[i] for i in unit.params], shard, phases, gather_name).run()
+        _Gathers(graph, unit, [inputs[i] for i in unit.params], shard, phases).run()
     for unit in units:
         for i in unit.params:
             graph.erase_node(inputs[i])
@@ -89,10 +97,8 @@ class _Gathers:
         params: list[Node],
         shard: Node,
         phases: Mapping[Node, Any],
-        group_name: str,
     ) -> None:
-        self.graph, self.unit, self.params, self.shard = graph, unit, params, shard
-        self.phases, self.group_name = phases, group_name
+        self.graph, self.unit, self.params, self.shard, self.phases = graph, unit, params, shard, phases
         self.views: set[Node] = set()
         self.wholes: dict[Any, list[Node]] = {}
         self.made: dict[tuple[Any, Node], Node] = {}
@@ -157,7 +163,7 @@ class _Gathers:
             part = made.call(aten._to_copy.default, part, dtype=group.compute_dtype)
         ranks = group.data_mesh.shard.size
         if ranks > 1:
-            started = made.call(c10d.all_gather_into_tensor.default, part, ranks, self.group_name)
+            started = made.call(c10d.all_gather_into_tensor.default, part, ranks, name_of(group.data_mesh.shard))
             started.meta["unit"] = self.unit.name
             part = made.call(c10d.wait_tensor.default, started)
         sizes = group.bucket.ranges.all_cuts()
@@ -207,7 +213,7 @@ def prefetch(graph: fx.Graph) -> None:
 
 
 def reduce_scatter_gradients(
-    graph: fx.Graph, units: Sequence[Unit], part: Part, mode: BatchMode, group: str
+    graph: fx.Graph, units: Sequence[Unit], part: Part, mode: BatchMode
 ) -> dict[Node, FlatGradient]:
     """Replace gradients by this rank's flat shards of their averages, as soon as those of a unit are computed.
 
@@ -221,7 +227,7 @@ def reduce_scatter_gradients(
         for number, unit in enumerate(units):
             present = [by_number.get(i) for i in unit.params]
             if any(marker is not None for marker in present):
-                flat = _reduce_scattered(graph, unit, present, place, part, mode, group)
+                flat = _reduce_scattered(graph, unit, present, place, part, mode)
                 found[flat] = FlatGradient(number, tuple(marker is not None for marker in present))
             for marker in present:
                 if marker is not None:
@@ -236,15 +242,13 @@ def _reduce_scattered(
     place: Mapping[Node, int],
     part: Part,
     mode: BatchMode,
-    group_name: str,
 ) -> Node:
     group = unit.group
     there = [marker for marker in markers if marker is not None]
     last = max((marker.args[0] for marker in there), key=place.__getitem__)
     made = Inserter(graph, last)
     factors = [gradient_factor(marker.meta["grad"], part, mode) for marker in there]
-    ranks = group.data_mesh.whole.size
-    averages = all(factor * ranks == 1 for factor in factors)
+    averages = all(factor * group.data_mesh.whole.size == 1 for factor in factors)
     dtype = group.gradients.reduce_dtype
     device = there[0].meta["val"].device
     pieces: list[Any] = []
@@ -271,10 +275,16 @@ def _reduce_scattered(
     first = min(there, key=place.__getitem__)
     summed: Any = packed
     if group.data_mesh.shard.size > 1:
-        summed = made.call(c10d.reduce_scatter_tensor.default, packed, "sum", group.data_mesh.shard.size, group_name)
+        ranks = group.data_mesh.shard.size
+        name = name_of(group.data_mesh.reduce)
+        summed = made.call(c10d.reduce_scatter_tensor.default, packed, "sum", ranks, name)
     late = Inserter(graph, first.prev)
     if summed is not packed:
         summed = late.call(c10d.wait_tensor.default, summed)
+    replicas = group.data_mesh.replicate
+    if replicas is not None and replicas.size > 1:
+        sent = late.call(c10d.all_reduce.default, summed, "sum", name_of(replicas))
+        summed = late.call(c10d.wait_tensor.default, sent)
     scale = 1 / group.gradients.divisor if averages else 1.0
     if scale != 1:
         summed = late.call(aten.mul.Tensor, summed, scale)

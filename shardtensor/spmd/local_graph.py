@@ -278,8 +278,7 @@ class _Builder:
         power = growth(x, y) or 0
         sign = 1 if name == "div" else -1
         return [
-            attrs.evolve(value, share=value.share + sign * power, degree=value.degree - sign * power)
-            for value in found
+            attrs.evolve(value, share=value.share + sign * power, degree=value.degree - sign * power) for value in found
         ]
 
     def _arange(self, a: fx.Node, given: dict[str, Any]) -> fx.Node:
@@ -343,9 +342,15 @@ class _Builder:
     def _all_reduced(self, node: fx.Node, value: BatchValue, dtype: torch.dtype) -> fx.Node:
         power = value.power
         if power in (float("inf"), float("-inf")):
-            sent = self._call(self.at, aten._to_copy.default, (node,), {"dtype": torch.int32}) if dtype == torch.bool else node
+            sent = (
+                self._call(self.at, aten._to_copy.default, (node,), {"dtype": torch.int32})
+                if dtype == torch.bool
+                else node
+            )
             made = self._waited(self.at, c10d.all_reduce.default, sent, "max" if power > 0 else "min", self.group_name)
-            return self._call(self.at, aten._to_copy.default, (made,), {"dtype": dtype}) if dtype == torch.bool else made
+            return (
+                self._call(self.at, aten._to_copy.default, (made,), {"dtype": dtype}) if dtype == torch.bool else made
+            )
         if power != 1:
             sent = self._call(self.at, aten.pow.Tensor_Scalar, (node, power), {})
             made = self._waited(self.at, c10d.all_reduce.default, sent, "sum", self.group_name)
@@ -524,7 +529,10 @@ def _refusal(a: fx.Node, why: str, builder: _Builder) -> RuleError:
     return RuleError(
         f"a part of the batch is not enough: {why}",
         facts,
-        ["compute it from values of one sample each, or of sums over samples", "train with data_parallel or fully_shard"],
+        [
+            "compute it from values of one sample each, or of sums over samples",
+            "train with data_parallel or fully_shard",
+        ],
     )
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import optim
 
-from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.optim.flat_groups import FlatGroups, step_without_hooks
 from shardtensor.optim.named_params import ParamRecord
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
 from shardtensor.optim.state import ParamState
 from shardtensor.optim.update_units import update_unit
-from shardtensor.tensor.sharded_tensor import ShardedTensor, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
 
 
 def step_of(optimizer: optim.Optimizer, names: dict[int, str]) -> Callable[[], Any]:
@@ -57,24 +56,19 @@ def _local(value: Any) -> Any:
     return value._local if isinstance(value, ShardedTensor) else value
 
 
-def shard_states(optimizers: Iterable[optim.Optimizer], groups: Sequence[ParamGroup]) -> None:
-    """Shard state tensors that have the shape of their parameter, as the parameter has been sharded. Sends nothing."""
-    places = {id(param): (group, i) for group in groups for i, param in enumerate(group.sharded_params)}
-    for optimizer in optimizers:
-        for param, own in optimizer.state.items():
-            if id(param) in places:
-                group, i = places[id(param)]
-                own.update({key: _sharded(value, group, i) for key, value in own.items()})
-
-
 @torch.no_grad()
-def _sharded(value: Any, group: ParamGroup, i: int) -> Any:
-    param = group.sharded_params[i]
+def shard_states(optimizers: Iterable[optim.Optimizer]) -> None:
+    """Shard state tensors that have the shape of their parameter, as the parameter has been sharded. Sends nothing."""
+    for optimizer in optimizers:
+        for param, own in list(optimizer.state.items()):
+            if isinstance(param, ShardedTensor) and not isinstance(optimizer, ShardedOptimizer):
+                own.update({key: _sharded(value, param) for key, value in own.items()})
+
+
+def _sharded(value: Any, param: ShardedTensor) -> Any:
     is_like = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.dim() > 0
     if not is_like or value.shape != param.shape:
         return value
-    start, stop = group.bucket.ranges.piece(i, group.bucket.index)
-    stored = group.params_info[i].placement.stored(value)[start:stop]
-    local = torch.empty_like(param._local, dtype=value.dtype, requires_grad=False)
-    local.copy_(group.params_info[i].placement.as_param(stored, tuple(local.shape)))
-    return wrap(local, param._layout, None, param._group)
+    local = local_as(value, param._layout, param._group)
+    kept = torch.empty_like(param._local, dtype=value.dtype, requires_grad=False).copy_(local)
+    return wrap(kept, param._layout, None, param._group)

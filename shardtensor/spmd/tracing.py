@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardtensor.comm.call_site import call_site
 from shardtensor.errors import RuleError, ShardTensorError
+from shardtensor.fsdp.data_parallel import reducer_of
 from shardtensor.spmd.arguments import Call, Held, rebuilt
 from shardtensor.spmd.markers import Node, gradient, stepped
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap
@@ -91,7 +92,9 @@ def trace_step(
     sites = _Sites()
     tracer = _Tracer(step, call, held, sites)
     try:
-        is_parallel = any(isinstance(each.tensor, ShardedTensor) for each in held)
+        is_parallel = any(isinstance(each.tensor, ShardedTensor) for each in held) or any(
+            reducer_of(module) is not None for root in call.modules for module in root.modules()
+        )
         with (
             _restored(call, held),
             _compiling(is_parallel),
