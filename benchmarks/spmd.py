@@ -24,33 +24,34 @@ parameters, bfloat16 compute and reductions, by autocast for replicas and by a M
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
-import json
 import os
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 import attrs
 import torch
 import torch.distributed as dist
 from decoder import SMALL, Decoder, Size
-from ranks import spawn, wait
+from ranks import wait
 from report import write
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_cache
+from torch._inductor.utils import clear_caches
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtensor as st
-from shardtensor.fsdp import MixedPrecisionPolicy, data_parallel
+from shardtensor.fsdp import MixedPrecisionPolicy
+from shardtensor.fsdp.data_parallel import data_parallel
 from shardtensor.spmd import DataParallel, compile
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -134,7 +135,10 @@ def fsdp2(case: Case, compiled: bool = False) -> tuple[Step, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     module = case.model()
-    options = {"mesh": init_device_mesh(case.device.type, (dist.get_world_size(),)), **case.policy(MixedPrecisionPolicy)}
+    options = {
+        "mesh": init_device_mesh(case.device.type, (dist.get_world_size(),)),
+        **case.policy(MixedPrecisionPolicy),
+    }
     for layer in module.layers:
         if compiled:
             layer.compile(dynamic=False)
@@ -186,33 +190,49 @@ WAYS: dict[str, dict[str, Way]] = {
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
+@contextlib.contextmanager
+def shared_folder(device: torch.device) -> Iterator[str]:
+    """A new folder, the same for all ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        found = [own]
+        if dist.get_backend() != "fake":
+            dist.broadcast_object_list(found, device=device)
+        yield found[0]
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def empty_caches(device: torch.device) -> Iterator[None]:
+    """Inductor and Triton find nothing that was compiled before; the ranks of a host share what they compile."""
+    with shared_folder(device) as folder:
+        clear_caches()
+        with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=f"{folder}/triton"):
+            yield
+        clear_caches()
 
 
 def prepared(case: Case, name: str, way: Way, warmup: int) -> tuple[Step, dict[str, Any], torch.Tensor]:
     """Build a way and run its first steps; return the step, the row so far and the losses."""
-    on_gpu = case.device.type == "cuda"
+    on_gpu, batches = case.device.type == "cuda", case.batches()
     gc.collect()
-    base, batches = torch.cuda.memory_allocated() if on_gpu else 0, case.batches()
-    with fresh_cache():
+    base = torch.cuda.memory_allocated() if on_gpu else 0
+    with empty_caches(case.device):
         step, compiled = way(case)
         dist.barrier()
         begun = time.perf_counter()
-        losses = [step(batches[0]).detach().clone()]
+        losses = [step(batches[0]).clone()]
         wait(case.device)
-        first = time.perf_counter() - begun
-        count = compiled.compiles if compiled is not None else graphs()
+        row = {"way": name, "first s": round(time.perf_counter() - begun, 2)}
+        count = [compiled.compiles if compiled is not None else counters["stats"]["unique_graphs"]]
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        losses += [step(batches[i % BATCHES]).detach().clone() for i in range(1, warmup)]
+        losses += [step(batches[i % BATCHES]).clone() for i in range(1, warmup)]
         wait(case.device)
-    again = (compiled.compiles if compiled is not None else graphs()) - count
+    count.append(compiled.compiles if compiled is not None else counters["stats"]["unique_graphs"])
     peak = round((torch.cuda.max_memory_allocated() - base) / 2**30, 2) if on_gpu else ""
-    row = {"style": case.style, "batch": case.batch, "way": name, "GiB": peak, "first s": round(first, 2)}
     found = torch.stack(losses).float()
     dist.all_reduce(found)
-    return step, {**row, "again": again}, found.cpu() / dist.get_world_size()
+    return step, {**row, "again": count[1] - count[0], "GiB": peak}, found.cpu() / dist.get_world_size()
 
 
 def turns(steps: Sequence[Step], case: Case, rounds: int, repeats: int) -> torch.Tensor:
@@ -236,86 +256,55 @@ def turns(steps: Sequence[Step], case: Case, rounds: int, repeats: int) -> torch
     return spent.cpu()
 
 
-def part_of_table(case: Case, args: argparse.Namespace, losses: dict[int, torch.Tensor]) -> list[dict[str, Any]]:
+def rows_of(case: Case, args: argparse.Namespace, losses: dict[int, torch.Tensor]) -> list[dict[str, Any]]:
     """The rows of a style with a batch size."""
-    ways = {**WAYS[case.style], **(GRAPHED if case.device.type == "cuda" else {})}
     steps, rows = [], []
-    for name, way in ways.items():
+    for name, way in {**WAYS[case.style], **(GRAPHED if case.device.type == "cuda" else {})}.items():
         if args.ways and name not in args.ways:
             continue
         try:
             step, row, own = prepared(case, name, way, args.warmup)
-        except Exception as error:  # an option that this torch or this group does not support
+        except Exception as error:  # what this torch or this group does not support
             print(f"{case.style}, batch {case.batch}, {name}: {type(error).__name__}: {error}", flush=True)
             continue
         apart = (own - losses.setdefault(case.batch, own)).abs().max().item()
         steps.append(step)
         rows.append({**row, "losses": "" if dist.get_backend() == "fake" else f"{apart:.0e}"})
+        del step
     times = turns(steps, case, args.rounds, args.repeats)
+    steps.clear()
     median = {row["way"]: ms.median().item() for row, ms in zip(rows, times, strict=True)}
     peer = min((ms for name, ms in median.items() if name.startswith(("DDP", "FSDP2"))), default=float("nan"))
-    eager = median.get("ours, eager", float("nan"))
-    steps.clear()
-    del step
     found = []
     for row, ms in zip(rows, times, strict=True):
-        own = median[row["way"]]
-        first = {key: row.pop(key) for key in ("style", "batch", "way")}
-        timed = {"ms": round(own, 2), "min": round(ms.min().item(), 2)}
-        ratios = {"to peer": round(own / peer, 3), "to eager": round(own / eager, 3)}
-        restarted = {"new process s": "", "compiled": ""}
-        if row_is_cached := first["way"] == "ours, compiled" and not args.no_restart:
-            restarted = restart(case)
-        assert not row_is_cached or restarted["compiled"] == 0 or args.lenient, "a second process compiled again"
-        found.append({**first, **timed, **ratios, **row, **restarted})
+        way = row.pop("way")
+        timed = {"ms": round(median[way], 2), "min": round(ms.min().item(), 2), "to peer": round(median[way] / peer, 3)}
+        timed["to eager"] = round(median[way] / median.get("ours, eager", float("nan")), 3)
+        new = ("", "")
+        if way == "ours, compiled":
+            gc.collect()
+            with empty_caches(case.device), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                new = pool.submit(restarted, case, dist.get_backend(), dist.get_rank(), dist.get_world_size()).result()
+        first = {"style": case.style, "batch": case.batch, "way": way}
+        found.append({**first, **timed, **row, "new process s": new[0], "compiled": new[1]})
     return found
 
 
-# -- a second process -------------------------------------------------------------------------------------------------
-
-
-def restart(case: Case) -> dict[str, Any]:
-    """Run the first step in a new process of each rank, with the same cache."""
-    gc.collect()
-    if case.device.type == "cuda":
-        torch.cuda.empty_cache()
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = [s.getsockname()[1]]
-    if dist.get_backend() != "fake":
-        dist.broadcast_object_list(port, device=case.device)
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    with tempfile.TemporaryDirectory() as empty:
-        env = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port[0])}
-        env |= {"LOCAL_RANK": str(case.device.index or 0), "TORCHINDUCTOR_CACHE_DIR": empty}
-        given = {**attrs.asdict(case, recurse=True), "device": str(case.device), "backend": dist.get_backend()}
-        command = [sys.executable, __file__, "--restart", json.dumps(given)]
-        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    seconds, lowered = json.loads(done.stdout.splitlines()[-1])
-    return {"new process s": round(seconds, 2), "compiled": lowered}
-
-
-def restarted(given: dict[str, Any]) -> None:
-    """The second process: print the seconds of the first step, and how many parts were compiled."""
-    backend = given.pop("backend")
-    case = Case(**{**given, "size": Size(**given["size"]), "device": torch.device(given["device"])})
+def restarted(case: Case, backend: str, rank: int, world: int) -> tuple[float, int]:
+    """In a second process: return the seconds of the first step, and how many parts were compiled."""
     if case.device.type == "cuda":
         torch.cuda.set_device(case.device)
     torch.set_num_threads(1)
-    store = {"store": FakeStore(), "rank": 0, "world_size": int(os.environ["WORLD_SIZE"])} if backend == "fake" else {}
-    dist.init_process_group(backend, **store)
+    store = FakeStore() if backend == "fake" else dist.FileStore(f"{case.cache}/store", world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     step, compiled = ours_compiled(case)
     dist.barrier()
     begun = time.perf_counter()
     step(case.batches()[0])
     wait(case.device)
-    print(json.dumps([time.perf_counter() - begun, compiled.lowered]))
+    spent = time.perf_counter() - begun
     dist.destroy_process_group()
-
-
-# -- the ranks --------------------------------------------------------------------------------------------------------
+    return round(spent, 2), compiled.lowered
 
 
 def run(device: torch.device, args: argparse.Namespace) -> None:
@@ -323,65 +312,50 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # newer names of collectives, which torch 2.11 lacks
     torch.set_flush_denormal(True)  # the fake group leaves results as the memory was: denormal numbers would be slow
     on_gpu = device.type == "cuda"
-    size = attrs.evolve(SMALL if args.small or not on_gpu else Size(), **dict(args.size))
+    size = attrs.evolve(Size() if on_gpu and not args.small else SMALL, **dict(args.size))
     precision = args.precision or ("parameters" if on_gpu else "float32")
     rows, losses = [], {}
     for batch in args.batches:
         for style in args.styles:
             torch._dynamo.reset()
-            with tempfile.TemporaryDirectory() as cache:
-                folder = [cache]
-                if dist.get_backend() != "fake":
-                    dist.broadcast_object_list(folder, device=device)
-                rows += part_of_table(Case(style, size, batch, device, precision, folder[0]), args, losses)
-                dist.barrier()
-            gc.collect()
-            if dist.get_rank() == 0:
-                print(f"{style}, batch {batch}: done", flush=True)
+            with shared_folder(device) as folder:
+                rows += rows_of(Case(style, size, batch, device, precision, folder), args, losses)
     if dist.get_rank() == 0:
         facts = {"backend": dist.get_backend(), "precision": precision, "size": attrs.asdict(size)}
         print(facts)
         write("spmd", rows, world=dist.get_world_size(), **facts)
-    ours = [row for row in rows if row["way"] in ("ours, compiled", "ours, graphed")]
-    assert args.lenient or all(row["again"] == 0 for row in ours), "a second call compiled again"
-    if dist.get_backend() == "gloo" and precision == "float32":
-        assert all(float(row["losses"]) <= 1e-4 for row in rows), "the ways do not train the same"
+    for row in rows:
+        own, at = row["way"] in OURS or row["way"] in GRAPHED, f"{row['style']}, batch {row['batch']}, {row['way']}"
+        assert not own or not row["again"], f"{at}: a later call compiled again"
+        assert not row["compiled"], f"{at}: a second process compiled again"
+        is_exact = dist.get_backend() == "gloo" and precision == "float32"
+        assert not is_exact or float(row["losses"]) <= 1e-4, f"{at}: other losses than those of DDP"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fake", type=int, metavar="N", help="one process, as one of N ranks of torch's fake group")
-    parser.add_argument("--world", type=int, default=torch.cuda.device_count() or 2, help="without torchrun: the ranks")
     parser.add_argument("--small", action="store_true", help="small sizes, as without a GPU")
     parser.add_argument("--size", nargs="*", default=[], type=lambda x: (x.split("=")[0], int(x.split("=")[1])))
     parser.add_argument("--styles", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--ways", nargs="+", choices=sorted({*WAYS["replicate"], *WAYS["fully_shard"], *GRAPHED}))
+    parser.add_argument("--ways", nargs="+", choices=list({**WAYS["replicate"], **WAYS["fully_shard"], **GRAPHED}))
     parser.add_argument("--precision", choices=["float32", "parameters", "autocast", "policy"])
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=8, help="steps in a row, in each round")
-    parser.add_argument("--no-restart", action="store_true", help="start no second process")
-    parser.add_argument("--lenient", action="store_true", help="do not fail if something was compiled again")
-    parser.add_argument("--restart", help=argparse.SUPPRESS)
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
-    if args.restart:
-        restarted(json.loads(args.restart))
-    elif args.fake:
-        torch.set_num_threads(1)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    if args.fake:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.fake)
-        run(torch.device("cuda", 0) if on_gpu else torch.device("cpu"), args)
-    elif "LOCAL_RANK" in os.environ:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-        if on_gpu:
-            torch.cuda.set_device(device)
-        torch.set_num_threads(1)
-        dist.init_process_group("nccl" if on_gpu else "gloo")
-        run(device, args)
-        dist.destroy_process_group()
     else:
-        spawn(run, args)
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    run(device, args)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
