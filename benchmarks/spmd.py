@@ -1,16 +1,15 @@
 """Train steps of data-parallel ranks, compiled as one graph by `shardtensor.spmd`, beside DDP, FSDP2 and eager steps.
 
 A decoder with fused AdamW. All ways have the same seed and batches and take turns in every round; told are the median
-and the minimum of rounds, of the slowest rank. Ratios are to the fastest way of DDP or FSDP2, and to this library,
-eager.
+and the minimum of the slowest rank. Ratios are to the fastest way of DDP or FSDP2, and to this library, eager.
 
 * first s: seconds of the first call, with empty caches: of tracing and compiling, if the way compiles.
 * again: programs (ours) or graphs (torch.compile) compiled after the first call. Ours must be 0.
 * new process s: seconds of the first call in a second process with the same ``cache_dir`` and torch's own caches empty;
   lowered: what it gave to the compiler again, and must be 0.
 * GiB: memory at most allocated in steps behind the first, on GPUs.
-* losses: of the first steps, averaged over ranks, how far they are at most from those of the first way. On gloo in
-  float32 the script fails above 1e-4; the fake group sends nothing, so there they mean nothing.
+* losses: of the first steps, mean of ranks, at most so far from those of the first way; on gloo the script fails above
+  1e-4. The fake group sends nothing: no losses.
 
 On GPUs all values are bfloat16, or ``--precision autocast``, or ``policy``: float32 parameters, bfloat16 compute and
 reductions, by autocast for replicas and by a MixedPrecisionPolicy for shards. On the CPU they are float32.
@@ -58,8 +57,8 @@ from shardtensor.spmd import DataParallel, compile
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[[Batch], torch.Tensor]
+Way = Callable[["Case"], tuple[Step, Any]]  # the compiled function is the second, if it is ours
 ADAMW: dict[str, Any] = {"lr": 1e-3, "fused": True}
-BATCHES = 4  # different ones, in turn
 
 
 def train(device: str, autocasts: bool, model: nn.Module, optimizer: Any, batch: Batch) -> torch.Tensor:
@@ -103,19 +102,14 @@ class Case:
         return partial(train, self.device.type, self.precision in ("autocast", "policy" * (self.style == "replicate")))
 
     def batches(self) -> list[Batch]:
-        return [batch_of(self.size, self.batch, self.device, number) for number in range(BATCHES)]
-
-
-def alone(graph: Any, inputs: Any) -> Any:  # a backend of its own: it shares no graphs with the other compiled way
-    return compile_fx(graph, inputs)
+        return [batch_of(self.size, self.batch, self.device, number) for number in range(4)]
 
 
 def ddp(case: Case, compiled: str = "") -> tuple[Step, Any]:
     module: Any = case.model()
-    if compiled == "module":
-        module.compile(dynamic=False, backend=alone)
-    ids = [case.device] if case.device.type == "cuda" else None
-    module = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+    if compiled == "module":  # a backend of its own: it shares no graphs with the other compiled way
+        module.compile(dynamic=False, backend=lambda graph, inputs: compile_fx(graph, inputs))
+    module = DistributedDataParallel(module, gradient_as_bucket_view=True)
     if dist.get_backend() == "fake":  # its handles have no results, which DDP needs
         module.register_comm_hook(None, all_reduced)
     optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
@@ -145,15 +139,12 @@ def ours_compiled(case: Case, graphed: bool = False) -> tuple[Step, Any]:
     return partial(compiled, module, optimizer), compiled
 
 
-Way = Callable[[Case], tuple[Step, Any]]
 OURS: dict[str, Way] = {"ours, eager": ours, "ours, compiled": ours_compiled}
 OURS["ours, graphed"] = partial(ours_compiled, graphed=True)  # on GPUs
 DDP: dict[str, Way] = {"DDP": ddp, "DDP, compiled": partial(ddp, compiled="DDP")}
 DDP["DDP of compiled"] = partial(ddp, compiled="module")
-WAYS: dict[str, dict[str, Way]] = {
-    "replicate": {**DDP, **OURS},
-    "fully_shard": {"FSDP2": fsdp2, "FSDP2, blocks compiled": partial(fsdp2, compiled=True), **OURS},
-}
+FSDP2: dict[str, Way] = {"FSDP2": fsdp2, "FSDP2, blocks compiled": partial(fsdp2, compiled=True)}
+WAYS = {"replicate": {**DDP, **OURS}, "fully_shard": {**FSDP2, **OURS}}
 
 
 def first_call(case: Case, way: Way) -> tuple[Step, Any, torch.Tensor, float]:
@@ -191,7 +182,7 @@ def empty_caches(case: Case, name: str) -> Any:
     return mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=f"{folder}/triton")
 
 
-def turns(steps: Sequence[Step], case: Case, rounds: int, repeats: int) -> torch.Tensor:
+def turns(steps: Sequence[Step], case: Case, rounds: int) -> torch.Tensor:
     """Return milliseconds a step of the slowest rank, ``[ways, rounds]``."""
     batches, spent = case.batches(), torch.zeros(len(steps), rounds, dtype=torch.float64)
     for number in range(rounds):
@@ -199,10 +190,10 @@ def turns(steps: Sequence[Step], case: Case, rounds: int, repeats: int) -> torch
             wait(case.device)
             dist.barrier()
             begun = time.perf_counter()
-            for k in range(repeats):
-                step(batches[k % BATCHES])
+            for batch in 2 * batches:
+                step(batch)
             wait(case.device)
-            spent[i, number] = (time.perf_counter() - begun) / repeats * 1e3
+            spent[i, number] = (time.perf_counter() - begun) / 8 * 1e3
     spent = spent.to(case.device)
     dist.all_reduce(spent, op=dist.ReduceOp.MAX)
     return spent.cpu()
@@ -219,13 +210,13 @@ def rows_of(case: Case, args: argparse.Namespace, losses: dict[int, torch.Tensor
         except Exception as error:
             if name != "ours, graphed":
                 raise
-            print(f"{case.style}, batch {case.batch}, {name}: {type(error).__name__}: {error}", flush=True)
+            print(f"{name}, {case.style}, batch {case.batch}: {type(error).__name__}: {error}", flush=True)
             continue
         apart = (own - losses.setdefault(case.batch, own)).abs().max().item()
         steps.append(step)
         rows.append({**row, "losses": "" if dist.get_backend() == "fake" else f"{apart:.0e}"})
         del step
-    times = turns(steps, case, args.rounds, args.repeats)
+    times = turns(steps, case, args.rounds)
     steps.clear()
     median = {row["way"]: ms.median().item() for row, ms in zip(rows, times, strict=True)}
     peer = min((ms for name, ms in median.items() if name.startswith(("DDP", "FSDP2"))), default=float("nan"))
@@ -236,23 +227,24 @@ def rows_of(case: Case, args: argparse.Namespace, losses: dict[int, torch.Tensor
             gc.collect()
             with empty_caches(case, "new"), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 new = pool.submit(restarted, case, dist.get_backend(), dist.get_rank(), dist.get_world_size()).result()
-        first = {"style": case.style, "batch": case.batch, "way": way, "ms": round(median[way], 2)}
-        ratios = {
-            "min": round(least, 2),
-            "to peer": round(median[way] / peer, 3),
-            "to eager": round(median[way] / eager, 3),
-        }
-        found.append({**first, **ratios, **row, "new process s": new[0], "lowered": new[1]})
+        ms = median[way]
+        first = {"style": case.style, "batch": case.batch, "way": way, "ms": round(ms, 2), "min": round(least, 2)}
+        first |= {"to peer": round(ms / peer, 3), "to eager": round(ms / eager, 3), **row}
+        found.append({**first, "new process s": new[0], "lowered": new[1]})
     return found
+
+
+def start(device: torch.device, backend: str, **options: Any) -> None:
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, **options)
 
 
 def restarted(case: Case, backend: str, rank: int, world: int) -> tuple[float, int]:
     """In a second process: return the seconds of the first step, and how many parts were compiled."""
-    if case.device.type == "cuda":
-        torch.cuda.set_device(case.device)
-    torch.set_num_threads(1)
     store: Any = FakeStore() if backend == "fake" else dist.FileStore(f"{case.cache}/store", world)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    start(case.device, backend, store=store, rank=rank, world_size=world)
     _, compiled, _, seconds = first_call(case, ours_compiled)
     dist.destroy_process_group()
     return seconds, compiled.lowered
@@ -279,11 +271,9 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
         print(size, precision, backend)
         write("spmd", rows, world=dist.get_world_size(), backend=backend, precision=precision, size=attrs.asdict(size))
     for row in rows:
-        at = f"{row['style']}, batch {row['batch']}, {row['way']}"
-        assert row["way"] not in OURS or not row["again"], f"{at}: a later call compiled again"
-        assert not row["lowered"], f"{at}: a second process compiled again"
-        is_exact = backend == "gloo" and precision == "float32"
-        assert not is_exact or float(row["losses"]) <= 1e-4, f"{at}: other losses than those of the first way"
+        assert row["way"] not in OURS or not row["again"], f"a later call compiled again: {row}"
+        assert not row["lowered"], f"a second process compiled again: {row}"
+        assert backend != "gloo" or float(row["losses"]) <= 1e-4, f"other losses than those of the first way: {row}"
 
 
 def main() -> None:
@@ -295,18 +285,12 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--ways", nargs="+", choices=list({**WAYS["replicate"], **WAYS["fully_shard"]}))
     parser.add_argument("--precision", choices=["float32", "parameters", "autocast", "policy"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--repeats", type=int, default=8, help="steps in a row, in each round")
+    parser.add_argument("--rounds", type=int, default=9, help="of eight steps in a row")
     args = parser.parse_args()
-    device = torch.device("cpu")
-    if on_gpu := torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    torch.set_num_threads(1)
-    if args.fake:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.fake)
-    else:
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    fake = {"store": FakeStore(), "rank": 0, "world_size": args.fake}
+    start(device, "fake" if args.fake else "nccl" if on_gpu else "gloo", **(fake if args.fake else {}))
     run(device, args)
     dist.destroy_process_group()
 
