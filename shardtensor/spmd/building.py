@@ -26,7 +26,15 @@ from shardtensor.spmd.arguments import Call, Held, Tree
 from shardtensor.spmd.gathers import FlatGradient, Unit, gather_units, name_of, prefetch, reduce_scatter_gradients
 from shardtensor.spmd.gradients import GradientBucketPlan, all_reduce_gradients
 from shardtensor.spmd.local_graph import LocalGraph, localize
-from shardtensor.spmd.lowering import Segment, eager, empty_outputs, inductor, split_at_steps, without_collectives
+from shardtensor.spmd.lowering import (
+    Segment,
+    drop_unused,
+    eager,
+    empty_outputs,
+    inductor,
+    split_at_steps,
+    without_collectives,
+)
 from shardtensor.spmd.markers import STEPPED, Node
 from shardtensor.spmd.optimizers import shard_states, step_of
 from shardtensor.spmd.parallel_mode import DataParallel
@@ -57,7 +65,8 @@ class Builder:
         self, step: Callable[..., Any], mode: DataParallel | PlanLike, backend: str, cache_dir: Path | None
     ) -> None:
         self.step, self.backend, self.cache_dir = step, backend, cache_dir
-        self.mode, self._plan = (mode, None) if isinstance(mode, DataParallel) else (DataParallel(), mode)
+        self.mode = mode if isinstance(mode, DataParallel) else DataParallel()
+        self._plan: PlanLike | None = None if isinstance(mode, DataParallel) else mode
         self.name = f"compile({getattr(step, '__name__', type(step).__name__)})"
         self.text = f"{attrs.evolve(self.mode, mesh=None)}, backend={backend}"
         self.lowered = 0
@@ -145,6 +154,7 @@ class Builder:
         self, call: Call, tree: Tree, whole: Trace, local: LocalGraph, part: Part, mode: BatchMode, data: DataMesh
     ) -> Program:
         graph = local.graph
+        drop_unused(graph)  # what nothing needs gathers no parameters
         units: list[Unit] = []
         flats: dict[Node, FlatGradient] = {}
         if self._sharded(tree):

@@ -13,12 +13,16 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardtensor.comm.group import Group
-from shardtensor.spmd.markers import STEPPED, Node
+from shardtensor.spmd.markers import GRADIENT, STEPPED, Node
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
 Function = Callable[..., Sequence[torch.Tensor]]
-_EFFECTS = {STEPPED, aten.copy_.default, aten._assert_async.msg, aten._assert_async.default}
+_INDUCTOR = {
+    "fallback_random": True,  # the random numbers of eager steps
+    "reorder_for_locality": False,  # it would start collectives just before the wait for them
+}
+_EFFECTS = {GRADIENT, STEPPED, aten.copy_.default, aten._assert_async.msg, aten._assert_async.default}
 
 
 @attrs.frozen(eq=False)
@@ -43,7 +47,7 @@ def split_at_steps(graph: fx.Graph, also: Sequence[Node] = ()) -> list[Segment]:
     Args:
         also: nodes that are returned though nothing in the graph uses them.
     """
-    _drop_unused(graph, also)
+    drop_unused(graph, also)
     _start_early(graph)
     number: dict[Node, int] = {}
     steps: list[Node | None] = []
@@ -67,7 +71,7 @@ def split_at_steps(graph: fx.Graph, also: Sequence[Node] = ()) -> list[Segment]:
     return found
 
 
-def _drop_unused(graph: fx.Graph, kept: Sequence[Node]) -> None:
+def drop_unused(graph: fx.Graph, kept: Sequence[Node] = ()) -> None:
     """Erase operations that nothing needs; a draw of random numbers stays, since it changes the generator."""
     for node in reversed(list(graph.nodes)):
         if not node.users and node not in kept and node.op == "call_function" and not _has_effect(node):
@@ -203,7 +207,7 @@ def inductor(
             fx.GraphModule(attributes, segment.graph),
             list(inputs),
             dynamic_shapes="from_example_inputs",
-            options={"config_patches": {"fallback_random": True}},  # random numbers of eager steps
+            options={"config_patches": _INDUCTOR},
         )
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

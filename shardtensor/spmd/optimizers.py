@@ -43,13 +43,13 @@ def step_of(optimizer: optim.Optimizer, names: dict[int, str]) -> Callable[[], A
     flats = FlatGroups(inner)
     optimizer.state = ParamState(flats, records)  # type: ignore[assignment]
 
-    def step() -> None:
-        flats.step(optimizer.param_groups, partial(step_without_hooks, inner))
+    def step(own: optim.Optimizer) -> None:
+        flats.step(own.param_groups, partial(step_without_hooks, inner))
         for group in inner.param_groups:
             if group.get("fused"):  # its kernels do not increment versions
                 torch._C._increment_version(group["params"])
 
-    return step
+    return partial(optim.Optimizer.profile_hook_step(step), optimizer)  # with the user's hooks around it
 
 
 def _local(value: Any) -> Any:

@@ -27,9 +27,12 @@ from torch.overrides import TorchFunctionMode
 from shardtensor.comm.call_site import call_site
 from shardtensor.errors import RuleError, ShardTensorError
 from shardtensor.fsdp.data_parallel import reducer_of
+from shardtensor.fsdp.policy import MixedPrecisionPolicy
+from shardtensor.fsdp.state import state_of
 from shardtensor.spmd.arguments import Call, Held, rebuilt
 from shardtensor.spmd.markers import Node, gradient, stepped
 from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap
+from shardtensor.tensor.trees import cast_floats
 
 aten: Any = torch.ops.aten
 _DECOMPOSED: Any = get_decompositions(
@@ -323,7 +326,8 @@ class _Tracer:
         torch.autograd._engine_run_backward = marked
         own = [{key: vars(o)[key] for key in ("step", "zero_grad") if key in vars(o)} for o in self.call.optimizers]
         for i, optimizer in enumerate(self.call.optimizers):
-            vars(optimizer).update(step=self._stepping(i, optimizer), zero_grad=partial(_zero_grad, optimizer))
+            vars(optimizer)["step"] = self._stepping(i, optimizer)
+            vars(optimizer)["zero_grad"] = partial(_zero_grad, optimizer)
         handle = register_optimizer_step_pre_hook(self._foreign)
         try:
             yield
@@ -401,15 +405,20 @@ def _restored(call: Call, held: Sequence[Held]) -> Iterator[None]:
     classes = [(m, type(m)) for m in modules.values()]
     training = [(m, m.training) for m in modules.values()]
     states = {id(o): o.state for o in call.optimizers}
+    handles: list[Any] = []
     for module, kind in classes:
-        if hasattr(module, "_fsdp_state"):
+        state = state_of(module)
+        if state is not None:  # the graph gathers its parameters; what remains of its call are the casts of its policy
             module.__class__ = kind.__mro__[2]
+            handles += _casts(module, state.policy)
     changed: list[str] = []
     try:
         yield
     finally:
         for place, key, tensor in places:
             place[key] = tensor
+        for handle in handles:
+            handle.remove()
         for module, kind in classes:
             module.__class__ = kind
         for module, was in training:
@@ -428,6 +437,17 @@ def _restored(call: Call, held: Sequence[Held]) -> Iterator[None]:
             {"because": "it is traced once, so later steps would not change them"},
             "call the scheduler after the compiled step: its new values are used without compiling again",
         )
+
+
+def _casts(module: nn.Module, policy: MixedPrecisionPolicy) -> Iterator[Any]:
+    """Cast inputs and outputs of a module as a policy of `fully_shard` says."""
+    inputs, outputs = policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
+    if inputs is not None:
+        yield module.register_forward_pre_hook(
+            lambda _, args, kwargs: cast_floats((args, kwargs), inputs), with_kwargs=True
+        )
+    if outputs is not None:
+        yield module.register_forward_hook(lambda _, args, output: cast_floats(output, outputs))
 
 
 def _mark(graph: fx.Graph, in_backward: set[Node]) -> None:
