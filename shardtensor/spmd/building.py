@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group, group_along
@@ -23,6 +24,7 @@ from shardtensor.fsdp.state import state_of, states_in
 from shardtensor.parallel.shard_module import PlanLike, job_of, shard_module
 from shardtensor.rules.batch import BatchMode, BatchValue
 from shardtensor.spmd.arguments import Call, Held, Tree
+from shardtensor.spmd.explain import Explanation
 from shardtensor.spmd.gathers import FlatGradient, Unit, gather_units, name_of, prefetch, reduce_scatter_gradients
 from shardtensor.spmd.gradients import GradientBucketPlan, all_reduce_gradients
 from shardtensor.spmd.local_graph import LocalGraph, localize
@@ -46,11 +48,43 @@ from shardtensor.tensor.sharded_tensor import local_of
 
 @attrs.frozen(eq=False)
 class Built:
-    """A program's graph before it was split and compiled, for `explain`."""
+    """A program's graph before it was split and compiled, for `explain`.
+
+    Attributes:
+        inputs: for each input of the graph, its name and a tensor like it.
+        groups: by name, those that the program sends in.
+    """
 
     local: LocalGraph
-    graph: fx.Graph
     part: Part
+    attributes: nn.Module
+    inputs: Sequence[tuple[str, torch.Tensor]]
+    groups: Mapping[str, Group]
+
+    def explanation(self) -> Explanation:
+        """Describe the graph."""
+        graph = self.local.graph
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode:
+            fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for _, x in self.inputs]
+            shapes = _Values(fx.GraphModule(self.attributes, graph, "explained"))
+            shapes.run(*fakes)
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        names = {node: name for node, (name, _) in zip(placeholders, self.inputs, strict=True)}
+        ranks = {name: group.size for name, group in self.groups.items()}
+        return Explanation.of(graph, self.local.values, self.part, names, shapes.found, ranks)
+
+
+class _Values(fx.Interpreter):
+    """Keeps what each node returns."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[Node, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        self.found[n] = super().run_node(n)
+        return self.found[n]
 
 
 class Builder:
@@ -70,7 +104,7 @@ class Builder:
         self.name = f"compile({getattr(step, '__name__', type(step).__name__)})"
         self.text = f"{attrs.evolve(self.mode, mesh=None)}, backend={backend}"
         self.lowered = 0
-        self.last: Any = None
+        self.last: Built | None = None
         self._steps: dict[int, Callable[[], Any]] = {}
         self._is_seeded = False
         self._sent: set[int] = set()  # ids of tensors that all ranks hold alike
@@ -171,7 +205,10 @@ class Builder:
         all_reduce_gradients(graph, buckets, part, mode, name_of(data.whole), has_avg)
         named = {name_of(group): group for group in _groups(data, units)}
         without_collectives(graph, {name for name, group in named.items() if group.size == 1})
-        self.last = Built(local, graph, part)
+        inputs = [(h.name, local_of(h.tensor)) for i, h in enumerate(tree.held) if i not in inside]
+        inputs += [(f"batch {i}", x) for i, x in enumerate(call.tensors)]
+        inputs += [(f"shard of {unit.name or 'the root'}", unit.group.shard) for unit in units]
+        self.last = Built(local, part, whole.graph, inputs, named)
         return _Assembly(self, call, tree, whole, graph, units, flats, named).program()
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from shardtensor.optim.graphs import graphed_step
 from shardtensor.parallel.shard_module import PlanLike
 from shardtensor.spmd.arguments import Call, Tree
 from shardtensor.spmd.building import Builder
-from shardtensor.spmd.explain import explained
+from shardtensor.spmd.explain import Explanation
 from shardtensor.spmd.parallel_mode import DataParallel
 from shardtensor.spmd.program import Program
 
@@ -89,12 +89,12 @@ class CompiledStep:
         """Forget all programs; the next call compiles. All ranks call it."""
         self._programs = {}
 
-    def explain(self) -> str:
-        """Return the program that was compiled last as text: what each value is, where it is computed, what is sent.
+    def explain(self) -> Explanation:
+        """Describe the program that was compiled last.
 
         Raises:
             RuleError: nothing was compiled yet.
         """
-        if not self._programs:
+        if self._builder.last is None:
             raise RuleError("the train step was not compiled yet", fix="call it once, then explain it")
-        return explained(self._builder.last)
+        return self._builder.last.explanation()

@@ -61,8 +61,8 @@ class Unit:
 
 def name_of(group: Group) -> str:
     """Return torch's name of a group; of another one, its ranks."""
-    process_group: Any = getattr(group, "process_group", None)
-    return f"ranks {ranks_text(group.ranks)}" if process_group is None else str(process_group.group_name)
+    name = getattr(getattr(group, "process_group", None), "group_name", None)
+    return f"ranks {ranks_text(group.ranks)}" if name is None else str(name)
 
 
 def gather_units(graph: fx.Graph, units: Sequence[Unit]) -> list[Node]:

@@ -336,7 +336,8 @@ class _Tracer:
             torch.autograd._engine_run_backward = run_backward
             for optimizer, before in zip(self.call.optimizers, own, strict=True):
                 del optimizer.step, optimizer.zero_grad
-                vars(optimizer).update(before)
+                for key, value in before.items():
+                    vars(optimizer)[key] = value
 
     def _drop_earlier(self) -> None:
         """Before the first backward: find out whether the step has dropped earlier gradients."""
