@@ -91,7 +91,7 @@ class CompiledStep:
         total, index = sum(sizes), data.whole.index
         start = list(accumulate(sizes, initial=0))[index]
         part = Part(own, total, start, data.whole.size, len(set(sizes)) == 1)
-        mode = BatchMode(self.mode.reduce_op == "mean", part.is_even)
+        mode = BatchMode(self.mode.reduce_op == "mean", total)
         try:
             whole = trace_step(self.step, arguments, self.mode.input_batch_dim, (total, own))
             doubled = trace_step(self.step, arguments, self.mode.input_batch_dim, (2 * total, own))

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import fx
 
-from shardtensor.rules.batch import BatchMode, BatchValue
+from shardtensor.rules.batch import PARTIAL, BatchMode, BatchValue
 from shardtensor.spmd.markers import GRADIENT
 from shardtensor.spmd.sizes import Part
 
@@ -89,11 +89,9 @@ def all_reduce_gradients(
 def gradient_factor(value: BatchValue, part: Part, mode: BatchMode) -> Any:
     """Return what this rank's gradient is multiplied with before the sum over ranks."""
     factor = part.share**value.share
-    if not mode.averages:
-        return factor if value.kind == "partial" else factor / part.ranks
-    if value.kind != "partial":  # equal on all ranks: their mean
-        return factor / part.ranks
-    return factor / part.ranks**value.degree if value.degree >= 0 else factor * part.ranks**-value.degree
+    if mode.averages and value.degree:  # of a loss that is a sum over samples
+        factor = factor / part.ranks**value.degree
+    return factor if value.kind == PARTIAL else factor / part.ranks
 
 
 def rounds(graph: fx.Graph) -> list[list[fx.Node]]:

@@ -100,3 +100,13 @@ def mapped(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     if isinstance(a, list | tuple):
         return [mapped(function, x, y) for x, y in zip(a, b, strict=True)]
     return function(a, b)
+
+
+def plain(x: Any) -> float:
+    """Return a fraction as the number that a graph has.
+
+    Example:
+        >>> plain(Fraction(3, 4)), plain(Fraction(4, 2))
+        (0.75, 2.0)
+    """
+    return x if isinstance(x, int) else float(x)
