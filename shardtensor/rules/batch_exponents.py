@@ -41,6 +41,10 @@ _OF_FIRST = frozenset(
 )
 
 
+_GROW_ALIKE = frozenset("clamp clamp_min clamp_max maximum minimum abs relu round floor ceil trunc".split())
+"""Operations whose result grows with the batch as their first operand does."""
+
+
 def is_linear_in_first(call: Call) -> bool:
     """Whether the operation is linear in its first tensor, if the others are fixed."""
     name = call.name
@@ -79,7 +83,7 @@ def exponents(call: Call) -> Exponents:
         return values[0].share, values[0].degree
     for i in range(len(values)):
         call.unscaled(i)
-    return 0, 0
+    return 0, values[0].degree if name in _GROW_ALIKE else 0
 
 
 def adds_number(call: Call) -> bool:
@@ -109,7 +113,7 @@ def _added(call: Call) -> Exponents:
     shares = {values[i].share for i in partial}
     if len(shares) > 1 or (shares != {0} and adds_number(call)):
         raise ScaleFirst(call.numbers[next(i for i in partial if values[i].share)])
-    degrees = {values[i].degree for i in present if values[i].of_batch or values[i].kind != "replicated"}
+    degrees = {values[i].degree for i in present if values[i].of_batch}
     degree = values[present[0]].degree if not degrees else degrees.pop() if len(degrees) == 1 else None
     return values[partial[0]].share, degree
 

@@ -21,7 +21,8 @@ TABLE = """
 _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data | named
 cumsum cumprod logcumsumexp cummax cummin sort topk kthvalue mode       | named
 flip roll glu glu_backward median argmax argmin prod var std var_mean   | named
-logsumexp _weight_norm_interface unfold diagonal                        | named
+logsumexp unfold diagonal                                               | named
+_weight_norm_interface _weight_norm_interface_backward                  | named
 unfold_backward diagonal_backward                                       | result
 native_layer_norm native_layer_norm_backward                            | normalized
 _fused_rms_norm _fused_rms_norm_backward                                | normalized
@@ -80,6 +81,9 @@ KERNELS = _read(TABLE)
 FILLS = frozenset("full zeros ones empty scalar_tensor empty_strided new_full new_zeros new_ones new_empty".split())
 LIKES = frozenset("zeros_like ones_like full_like empty_like new_empty_strided fill zero".split())
 DRAWS = frozenset("bernoulli rand randn randint normal rand_like randn_like uniform randperm exponential".split())
+
+_LAST_OF_SAMPLES = {"convolution": 0, "convolution_backward": 1}
+"""The last operand that may have samples."""
 
 _LOSSES = frozenset(name for name in KERNELS if "loss" in name or name.startswith("binary_cross_entropy"))
 
@@ -184,7 +188,7 @@ def _placed(call: Call, where: str, sharded: list[int]) -> int:
     for i in sharded:
         dim, ndim = call.values[i].dim, len(call.tensors[i].shape)
         if where == "first":
-            ok = dim == 0 and not (call.name.startswith("convolution") and i > 0 and call.tensors[i].shape != first)
+            ok = dim == 0 and i <= _LAST_OF_SAMPLES.get(call.name, i)
         elif where == "named":
             ok = dim not in _named(call, len(first))
         elif where == "normalized":

@@ -76,10 +76,14 @@ def _t(call: Call) -> list[BatchValue]:
 
 @rule("slice")
 def _slice(call: Call) -> list[BatchValue]:
-    value = call.values[0]
-    if value.kind == SHARDED and call.dim() == value.dim and call.results[0].shape != call.tensors[0].shape:
+    value, size = call.values[0], call.tensors[0].shape[call.dim()]
+    if value.kind != SHARDED or call.dim() != value.dim or call.results[0].shape[value.dim] == size:
+        return [value]
+    block = size // value.outer
+    start, end = call.options["start"], call.options["end"]
+    if call.options.get("step", 1) != 1 or start % block or end % block:
         raise Refused("it takes a part of the samples")
-    return [value]
+    return [attrs.evolve(value, outer=(end - start) // block, is_iota=False)]
 
 
 @rule("select")

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch._decomp import decomposition_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardtensor.rules.batch import Refused
 from shardtensor.rules.rule import several_dims
 
 aten: Any = torch.ops.aten
@@ -74,7 +75,10 @@ def traced(function: Callable[..., Any], node: fx.Node) -> tuple[fx.Graph, list[
 
     vals: Sequence[Tensor] = [x.meta["val"] for x in inputs]
     mode: Any = vals[0].fake_mode  # type: ignore[attr-defined]
-    with mode, torch.no_grad():
-        made = make_fx(torch.func.functionalize(run, remove="mutations"))(*vals)
+    try:
+        with mode, torch.no_grad():
+            made = make_fx(torch.func.functionalize(run, remove="mutations"))(*vals)
+    except Exception as error:  # not all of torch's decompositions can be traced
+        raise Refused(str(error)) from error
     made.graph.eliminate_dead_code()
     return made.graph, inputs

@@ -112,6 +112,7 @@ class _Builder:
         self.stepped: dict[fx.Node, list[Any]] = {}
         self.counts: dict[fx.Node, fx.Node] = {}  # of labels that are not ignored, for losses
         self.was_backward = self.starts_backward = self.accumulates = False
+        self.losses: list[int | None] = []  # the degrees of those of the backward that begins
 
     # -- nodes --------------------------------------------------------------------------------------------------------
 
@@ -132,7 +133,7 @@ class _Builder:
 
     def _call_function(self, a: fx.Node, b: fx.Node) -> None:
         target: Any = a.target
-        self._find_loss(a)
+        is_seed = self._finds_loss(a)
         if target.__module__ == "_operator":
             self._item(a)
         elif target is GRADIENT:
@@ -151,6 +152,8 @@ class _Builder:
             self._foreach(a, b)
         else:
             self._operation(a, b)
+        if is_seed:
+            self.values[a] = attrs.evolve(self.values[a], is_gradient=True)
 
     def _constant(self, a: fx.Node, b: fx.Node) -> None:
         """A tensor made from numbers: the one of the whole batch, unless it has an element for each sample."""
@@ -227,6 +230,8 @@ class _Builder:
         nodes = [None if place is None else _at(given, place) for place in places]
         found, changed = self._infer(name, a, nodes, {k: v for k, v in given.items() if not _has_nodes(v)})
         local = self._local(a, given, other, dict(zip(places, changed, strict=True)))
+        if name == "slice":
+            local["start"], local["end"] = self._ends(a, given, other)
         if name in _INDEXING:
             self._own_numbers(local, given, nodes)
         if name == "arange" and found[0].kind == SHARDED:
@@ -275,6 +280,7 @@ class _Builder:
                 node, value = changed[needed.operand]  # type: ignore[misc]
                 if isinstance(needed, ReduceFirst):
                     changed[needed.operand] = self.reductions.reduced(node, value)
+                    changed = [None if y is None else self.reductions.known(*y) for y in changed]
                 elif isinstance(needed, ScaleFirst):
                     changed[needed.operand] = self.reductions.scaled(node, value)
                 elif isinstance(needed, SplitFirst):
@@ -302,9 +308,17 @@ class _Builder:
                 found[key] = changed[key, None]
             elif _has_nodes(value):
                 found[key] = [changed[key, i] if isinstance(x, fx.Node) else x for i, x in enumerate(value)]
-            else:
+            elif a.target is not aten.slice.Tensor or key not in ("start", "end"):
                 found[key] = local_number(a, key, value, other[key], self.part)
         return found
+
+    def _ends(self, a: fx.Node, given: dict[str, Any], other: dict[str, Any]) -> list[Any]:
+        """Return the ends of a slice: of this rank's blocks of samples, or of a dim that is equal on all ranks."""
+        value = self.values[given["self"]]
+        ends = [(given[key], other[key]) for key in ("start", "end")]
+        if value.kind != SHARDED or value.dim != given["dim"] % len(given["self"].meta["val"].shape):
+            return [x for x, _ in ends]
+        return [self.part.size(x, y) for x, y in ends]
 
     def _arange(self, a: fx.Node, given: dict[str, Any]) -> fx.Node:
         start, step = given.get("start", 0), given.get("step", 1)
@@ -361,17 +375,18 @@ class _Builder:
 
     # -- gradients, steps, results ----------------------------------------------------------------------------------------
 
-    def _find_loss(self, a: fx.Node) -> None:
-        """Where a backward begins, determine whether its loss is a sum over samples."""
+    def _finds_loss(self, a: fx.Node) -> bool:
+        """Where a backward begins, determine whether its loss is a sum over samples. Return whether the node is the
+        gradient of the loss by itself."""
         is_backward = bool((a.meta.get("custom") or {}).get("backward"))
         if is_backward and not self.was_backward:
             self.starts_backward, self.losses = True, []
         self.was_backward = is_backward
         if not self.starts_backward or a.op != "call_function":
-            return
+            return False
         if a.target is aten.ones_like.default and not _is_backward(a.args[0]):
             self.losses.append(self.values[a.args[0]].degree)
-            return
+            return True
         self.starts_backward = False
         degrees = {0 if degree is None or degree != 1 else 1 for degree in self.losses}
         if self.mode.averages and (len(degrees) != 1 or None in self.losses):
@@ -383,6 +398,7 @@ class _Builder:
         if self.accumulates and self.mode.averages and degree != self.reductions.degree:
             raise Refused("gradients of a loss that is a sum over samples are added to those of one that is not")
         self.reductions.degree = degree
+        return False
 
     def _gradient(self, a: fx.Node) -> None:
         source, number = a.args

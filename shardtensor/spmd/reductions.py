@@ -70,9 +70,7 @@ class Reductions:
 
     def split(self, node: fx.Node, value: BatchValue, share: int) -> Changed:
         """Return a replicated value as a partial one: the sum of all ranks' parts is the value."""
-        return self._times(
-            node, self.part.share ** (1 - share), attrs.evolve(value, kind=PARTIAL, share=share, of_batch=True)
-        )
+        return self._times(node, self.part.share ** (1 - share), attrs.evolve(value, kind=PARTIAL, share=share))
 
     def weighed(self, node: fx.Node, value: BatchValue) -> Changed:
         """Return a gradient that does not depend on the batch, so that it keeps its value if the sum is divided."""

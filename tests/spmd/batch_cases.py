@@ -19,7 +19,7 @@ class Case:
     """A program: ``run(h, w, y)`` of h [B, *sample], which depends on weights, a weight w, and labels y of each sample.
 
     Attributes:
-        refused: what the text of the error has, if the operation mixes samples.
+        is_refused: whether the operation mixes samples; `why`: what the text of the error has.
         any_dim: whether the program does not care which dim has the samples.
     """
 
@@ -28,9 +28,10 @@ class Case:
     w: tuple[int, ...] = (6,)
     y: tuple[int, ...] = ()
     classes: int = 5
-    refused: str = ""
+    is_refused: bool = False
+    why: str = ""
+    tolerance: float = 1e-10
     any_dim: bool = False
-    outputs: bool = True
 
 
 def _norm(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -49,7 +50,7 @@ def case(name: str, run: Callable[..., Tensor], *sample: int, **kwargs: Any) -> 
 
 def refused(name: str, why: str, run: Callable[..., Tensor], *sample: int, **kwargs: Any) -> None:
     """Add a case that is refused."""
-    case(name, run, *sample, refused=why, **kwargs)
+    case(name, run, *sample, is_refused=True, why=why, **kwargs)
 
 
 # elementwise
@@ -70,11 +71,11 @@ case("masked_fill zero", lambda h, w, y: (h * w).masked_fill(h > 0, 0.0), any_di
 case("addcmul", lambda h, w, y: torch.addcmul(h, h, w, value=0.5), any_dim=True, w=())
 case("addcdiv", lambda h, w, y: torch.addcdiv(h, w, h * h + 1), any_dim=True, w=())
 case("lerp", lambda h, w, y: torch.lerp(h, w.expand_as(h), 0.3), any_dim=True, w=())
-case("float", lambda h, w, y: (h * w).float().double(), any_dim=True, w=())
+case("float", lambda h, w, y: (h * w).float().double(), any_dim=True, w=(), tolerance=1e-5)
 case("detach", lambda h, w, y: h.detach() * h * w, any_dim=True, w=())
 case("comparison", lambda h, w, y: (h > w).double() * h * w, any_dim=True, w=())
-case("floor_divide", lambda h, w, y: h * w + (h * 10) // len(h))
-case("mod", lambda h, w, y: h * w + (h * 10) % len(h))
+case("floor_divide", lambda h, w, y: h * w + (h.detach() * 10) // len(h))
+case("mod", lambda h, w, y: h * w + (h.detach() * 10) % len(h))
 
 # views
 case("view", lambda h, w, y: h.view(len(h), 2, 3) * w, 6, w=(3,))
@@ -89,7 +90,7 @@ case("permute", lambda h, w, y: h.permute(2, 0, 1) @ w, 3, 2, w=(3, 2))
 case("t", lambda h, w, y: w @ h.t(), w=(2, 6))
 case("transpose flatten", lambda h, w, y: h.transpose(0, 1).flatten(0, 1) * w, 3, 2, w=(2,))
 case("transpose view", lambda h, w, y: h.transpose(0, 1).reshape(3, -1).tanh() * w.sum(), 3, 2)
-refused("view across samples", "mixes", lambda h, w, y: h.t().reshape(-1, 6).sum(0) * w)
+refused("view across samples", "no dim with the samples", lambda h, w, y: h.t().reshape(-1, 6).sum(0) * w)
 refused("view of pairs", "", lambda h, w, y: h.reshape(-1, 12).sum(0) * w.sum())
 case("expand", lambda h, w, y: h.unsqueeze(1).expand(-1, 3, -1) * w)
 case("expand a weight", lambda h, w, y: h * w.expand(len(h), 6))
@@ -121,14 +122,16 @@ refused("flipped samples", "", lambda h, w, y: h.flip(0) * h * w)
 refused("rolled samples", "", lambda h, w, y: h.roll(1, 0) * h * w)
 case("flip", lambda h, w, y: h.flip(1) * w)
 case("roll", lambda h, w, y: h.roll(2, 1) * w)
-case("weight rows of the batch", lambda h, w, y: h * w[: len(h)], w=(50, 6))
+refused("weight rows of the batch", "depends on all samples", lambda h, w, y: h * w[: len(h)], w=(50, 6))
 case("weight rows by arange", lambda h, w, y: h * w[torch.arange(len(h))], w=(50, 6))
 
 # statistics of the batch, used by each sample
-for _name in "sum mean amax amin var std logsumexp prod".split():
+for _name in "sum mean amax amin var std logsumexp".split():
     case(f"{_name} dim 0", _norm(lambda h, f=getattr(torch, _name): f(h, 0)))
     case(f"{_name} dim 1", _norm(lambda h, f=getattr(torch, _name): f(h, 1, keepdim=True)))
-for _name in "sum mean amax amin var std max min prod".split():
+case("prod dim 1", _norm(lambda h: h.prod(1, keepdim=True)))
+refused("prod of all", "", _norm(torch.prod))
+for _name in "sum mean amax amin var std max min".split():
     case(f"{_name} of all", _norm(getattr(torch, _name)))
 case("sum of dims", _norm(lambda h: h.sum((0, 2), keepdim=True)), 3, 6)
 case("mean of dims", _norm(lambda h: h.mean((0, 1))), 3, 6)
@@ -181,6 +184,27 @@ case("topk gather", lambda h, w, y: h.gather(1, (h * w).topk(2, 1).indices).tanh
 case("median", lambda h, w, y: h.median(1).values * w, w=())
 case("logcumsumexp", lambda h, w, y: h.logcumsumexp(1) * w)
 
+case("mean plus", lambda h, w, y: (h * w / len(h) + 1).square())
+case("mean where", lambda h, w, y: torch.where(h > 0, h * w / len(h), 2.0).square())
+case("mean filled", lambda h, w, y: (h * w / len(h)).masked_fill(h > 0, 2.0).square())
+case("mean padded", lambda h, w, y: F.pad(h * w / len(h), (1, 1), value=2.0).square())
+case("mean as integers", lambda h, w, y: h * w + (10 * h / len(h)).detach().long())
+case("means added", lambda h, w, y: (h * w / len(h) + h).square() + (h / len(h) - w).square())
+case("means joined", lambda h, w, y: torch.cat([h * w / len(h), h], 1).square())
+case("extreme product", lambda h, w, y: h.amax(0) @ w.outer(w) + h.amin(0) * w)
+case("extremes joined", lambda h, w, y: torch.stack([h.amax(0), h.amin(0), h.sum(0)]) * w)
+case("norms joined", lambda h, w, y: torch.stack([h.norm(), (h * w).norm(), w.norm()]).norm() * w)
+case("integers times size", lambda h, w, y: h * w * (y.sum() * len(h)))
+case("integers and weight", lambda h, w, y: h * w * (y.sum() + torch.arange(6)))
+case("bool sums", lambda h, w, y: h * w * ((h > 0).sum(0) > len(h) / 2))
+case("rounded sum", lambda h, w, y: h * w * h.detach().sum(0).round() + h * h.detach().sum().long())
+case("floored mean", lambda h, w, y: h * w * torch.div(h.detach().sum(0), len(h), rounding_mode="floor"))
+refused("rows after the batch", "the number 4", lambda h, w, y: h * w[len(h) : len(h) + 3].sum(0), w=(50, 6))
+case("columns up to the size", lambda h, w, y: h[:, : 2 * len(h)].sum(1) * w, w=())
+refused("rows of a weight", "", lambda h, w, y: h * w[: len(h)].sum(0), w=(50, 6))
+refused("a view across samples", "", lambda h, w, y: h.transpose(0, 1).reshape(len(h), -1).sum(0) * w.sum(), B)
+refused("product of samples", "", lambda h, w, y: h.prod(0) * w)
+
 # normalization
 case("softmax", lambda h, w, y: (h * w).softmax(-1))
 case("log_softmax", lambda h, w, y: (h * w).log_softmax(1))
@@ -214,7 +238,6 @@ case("einsum heads", lambda h, w, y: torch.einsum("bqhd,bkhd->bhqk", h, h * w), 
 case("einsum over samples", lambda h, w, y: torch.einsum("bi,bj->ij", h, h).tanh() * w)
 case("gram", lambda h, w, y: (h.t() @ h).tanh() * w)
 case("gram per sample", lambda h, w, y: h @ (h.t() @ h) * w)
-case("outer", lambda h, w, y: torch.outer(h, w), w=(3,), sample=()) if False else None
 case("dot", lambda h, w, y: h[:, 0].dot(h[:, 1]).tanh() * w)
 case("bilinear", lambda h, w, y: F.bilinear(h, h, w), w=(2, 6, 6))
 refused("similarity of samples", "", lambda h, w, y: (h * w) @ h.t())
@@ -262,7 +285,6 @@ case("scatter", lambda h, w, y: h.scatter(1, y, 0.5) * w, y=(2,))
 case("scatter source", lambda h, w, y: torch.zeros_like(h).scatter(1, y[:, :1], h[:, :1]) * w, y=(2,))
 case("scatter_add", lambda h, w, y: torch.zeros_like(h).scatter_add(1, y, h[:, :3]) * w, y=(3,))
 case("scatter_add to classes", lambda h, w, y: w.new_zeros(5, 6).index_add(0, y, h).tanh() * w)
-case("one_hot", lambda h, w, y: F.one_hot(y, 5) @ w * h, w=(5, 6)) if False else None
 case("one_hot", lambda h, w, y: (F.one_hot(y, 5).double() @ w) * h, w=(5, 6))
 case("index_put", lambda h, w, y: (h * 1).index_put((torch.arange(len(h)), y), w), w=())
 case("masked assignment", lambda h, w, y: torch.where(y[:, None] > 1, h, w))
@@ -278,7 +300,7 @@ case("class token", lambda h, w, y: torch.cat([w.expand(len(h), 1, 6), h], 1).ta
 case("stack", lambda h, w, y: torch.stack([h, h * w], 1).tanh())
 case("stack in front", lambda h, w, y: torch.stack([h, h * w]).tanh())
 case("meshgrid of sums", lambda h, w, y: torch.stack([h.sum(), h.mean()]).prod() * w)
-refused("cat samples", "", lambda h, w, y: torch.cat([h, h * w]).tanh())
+case("cat samples", lambda h, w, y: torch.cat([h, h * w]).tanh())
 refused("cat samples with a weight", "", lambda h, w, y: torch.cat([w, h]).tanh(), w=(1, 6))
 
 # masks and factories

@@ -70,6 +70,7 @@ def assert_dense(
     parts: Sequence[int],
     dim: int = 0,
     reduce_op: Any = "sum",
+    tolerance: float = 1e-10,
 ) -> None:
     """Assert that every rank has the dense result, gradients and weights, or its part of the result."""
     expected = dense(step, make, batch)
@@ -79,11 +80,11 @@ def assert_dense(
             for i, (x, y) in enumerate(zip(got, want, strict=True)):
                 assert (x is None) == (y is None), f"{name} {i}"
                 if x is not None and y is not None:
-                    torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11, msg=lambda t, n=f"{name} {i}": f"{n}: {t}")
+                    torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=lambda t, n=f"{name} {i}": f"{n}: {t}")
         mine = result if isinstance(result, tuple | list) else [result]
         whole = expected[0] if isinstance(expected[0], tuple | list) else [expected[0]]
         for x, y in zip(mine, whole, strict=True):
-            torch.testing.assert_close(x, _part(y, x, start, part, sum(parts)), rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(x, _part(y, x, start, part, sum(parts)), rtol=tolerance, atol=tolerance)
         start += part
 
 
@@ -101,10 +102,17 @@ def _part(whole: Tensor, like: Tensor, start: int, own: int, total: int) -> Tens
     return whole.narrow(dim, start * inner, own * inner)
 
 
-def refusal(step: Step, make: Callable[[], nn.Module], batch: Sequence[Tensor], parts: Sequence[int], dim: int = 0) -> str:
+def refusal(
+    step: Step,
+    make: Callable[[], nn.Module],
+    batch: Sequence[Tensor],
+    parts: Sequence[int],
+    dim: int = 0,
+    reduce_op: Any = "sum",
+) -> str:
     """Return the text of the error of a step that is refused."""
     try:
-        compiled(step, make, batch, parts, dim)
+        compiled(step, make, batch, parts, dim, reduce_op)
     except RuleError as error:
         return str(error)
     raise AssertionError("the step was not refused")
