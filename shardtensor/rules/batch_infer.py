@@ -61,7 +61,7 @@ def infer(
     """
     call = Call(name, operands, options, results, mode, is_pointwise)
     found = _inferred(call)
-    of_batch = any(value.of_batch for value in call.values)
+    of_batch = any(value.of_batch for value in call.values) and name not in LIKES - {"fill"}  # of its shape only
     is_gradient = any(value.is_gradient for value in call.values)
     for i, value in enumerate(found):
         _check(call, i, value)
@@ -116,7 +116,9 @@ def _made(call: Call) -> list[BatchValue]:
     name = call.name
     if name in DRAWS and call.values and not name.endswith("_like"):  # probabilities, means
         call.plain()
-    is_zero = "zero" in name or (name in _FULL and call.number("fill_value", "value") == 0)
+    if name == "fill" and len(call.values) > 1:  # with the value of a tensor
+        call.plain(0)
+    is_zero = "zero" in name or (name in _FULL and _fills_zero(call))
     like = next((v for v in call.values if v.kind == SHARDED), None) if name in LIKES | DRAWS else None
     found = []
     for i in range(len(call.results)):
@@ -128,10 +130,12 @@ def _made(call: Call) -> list[BatchValue]:
             raise Refused(f"`{name}` makes values of all samples")
         else:
             outer = 1 if like is None else like.outer
-            found.append(
-                BatchValue(SHARDED, dim, outer, is_zero=is_zero, is_uniform=is_uniform, is_iota=_counts(call))
-            )
+            found.append(BatchValue(SHARDED, dim, outer, is_zero=is_zero, is_uniform=is_uniform, is_iota=_counts(call)))
     return found
+
+
+def _fills_zero(call: Call) -> bool:
+    return len(call.values) < 2 and call.number("fill_value", "value") == 0
 
 
 _FULL = frozenset("full full_like new_full fill".split())
@@ -150,7 +154,9 @@ def _on_flat_shards(call: Call) -> BatchValue:
     if not (call.is_pointwise or call.name in ("detach", "clone", "alias", "_to_copy")):
         raise Refused("each rank has a shard of this gradient: only elementwise operations and norms take it")
     call.plain()
-    if any(value.kind != FLAT and max(x.shape, default=1) != 1 for value, x in zip(call.values, call.tensors, strict=True)):
+    if any(
+        value.kind != FLAT and max(x.shape, default=1) != 1 for value, x in zip(call.values, call.tensors, strict=True)
+    ):
         raise Refused("each rank has a shard of this gradient, and the other operand is whole")
     return BatchValue(FLAT)
 

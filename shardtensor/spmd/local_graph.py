@@ -261,7 +261,12 @@ class _Builder:
         self._keep(a, node, found if _is_list(a) else found[0])
 
     def _infer(
-        self, name: str, a: fx.Node, nodes: Sequence[fx.Node | None], options: dict[str, Any], is_pointwise: bool | None = None
+        self,
+        name: str,
+        a: fx.Node,
+        nodes: Sequence[fx.Node | None],
+        options: dict[str, Any],
+        is_pointwise: bool | None = None,
     ) -> tuple[list[BatchValue], list[fx.Node | None]]:
         """Return what the results are, and the operands, changed as the operation needs them."""
         target: Any = a.target
@@ -300,7 +305,9 @@ class _Builder:
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 
-    def _local(self, a: fx.Node, given: dict[str, Any], other: dict[str, Any], changed: dict[Any, Any]) -> dict[str, Any]:
+    def _local(
+        self, a: fx.Node, given: dict[str, Any], other: dict[str, Any], changed: dict[Any, Any]
+    ) -> dict[str, Any]:
         """Return the arguments for this rank."""
         found = {}
         for key, value in given.items():
@@ -432,7 +439,11 @@ class _Builder:
         target, source = a.args[:2]
         made, value = self.reductions.plain(self.new[source], self.values[source])
         was = self.values[target]
-        if (value.kind, value.dim, value.outer) != (was.kind, was.dim, was.outer) and REPLICATED != value.kind == was.kind:
+        if (value.kind, value.dim, value.outer) != (
+            was.kind,
+            was.dim,
+            was.outer,
+        ) and REPLICATED != value.kind == was.kind:
             raise Refused("it writes a value to a tensor that has the samples in another dim")
         if value.kind != was.kind:
             raise Refused(f"it writes a value that is {value.kind} to a tensor that is {was.kind}")
@@ -496,7 +507,11 @@ def _places(name: str, given: dict[str, Any]) -> list[Any]:
             found.append((key, None))
         elif isinstance(value, list | tuple):
             keeps = key == "indices" and name in _INDEXING
-            found += [(key, i) if isinstance(x, fx.Node) else None for i, x in enumerate(value) if keeps or isinstance(x, fx.Node)]
+            found += [
+                (key, i) if isinstance(x, fx.Node) else None
+                for i, x in enumerate(value)
+                if keeps or isinstance(x, fx.Node)
+            ]
     return found
 
 
@@ -536,5 +551,8 @@ def _refusal(a: fx.Node, why: str, builder: _Builder) -> RuleError:
     return RuleError(
         f"a part of the batch is not enough: {why}",
         facts,
-        ["compute it from values of one sample each, or of sums over samples", "train with data_parallel or fully_shard"],
+        [
+            "compute it from values of one sample each, or of sums over samples",
+            "train with data_parallel or fully_shard",
+        ],
     )

@@ -66,22 +66,24 @@ class Reductions:
 
     def scaled(self, node: fx.Node, value: BatchValue) -> Changed:
         """Return a value times its factor, which then is 1."""
+        if not value.share:
+            return node, value
         return self._times(node, self.part.share**value.share, attrs.evolve(value, share=0))
 
     def split(self, node: fx.Node, value: BatchValue, share: int) -> Changed:
         """Return a replicated value as a partial one: the sum of all ranks' parts is the value."""
-        return self._times(node, self.part.share ** (1 - share), attrs.evolve(value, kind=PARTIAL, share=share))
+        found = attrs.evolve(value, kind=PARTIAL, share=share)
+        return (node, found) if share == 1 else self._times(node, self.part.share ** (1 - share), found)
 
     def weighed(self, node: fx.Node, value: BatchValue) -> Changed:
         """Return a gradient that does not depend on the batch, so that it keeps its value if the sum is divided."""
-        return self._times(node, Fraction(self.part.ranks) ** self.degree, attrs.evolve(value, of_batch=True))
+        found = attrs.evolve(value, of_batch=True)
+        return self._times(node, Fraction(self.part.ranks), found) if self.degree else (node, found)
 
     def _times(self, node: fx.Node, factor: Fraction, found: BatchValue) -> Changed:
-        if factor == 1:
-            return node, found
         source, before = self._factors.get(node, (node, Fraction(1)))
         total = before * factor  # one multiplication for both
-        if total == 1:
+        if total == 1 and self.part.is_even:  # if not, another rank multiplies: all insert the same nodes
             return source, found
         made, _ = self._once(
             (source, "times", total), lambda: self.call(aten.mul.Tensor, (source, plain(total)), {}), found

@@ -138,7 +138,9 @@ def test_views_keep_blocks_of_samples():
     x = Operand(BatchValue(SHARDED, 1), (3, N, 2))
     flat = one("view", [x], {}, Result((3 * N, 2), (0,)))
     assert str(flat) == "sharded dim 0 in 3 blocks"
-    assert one("view", [Operand(flat, (3 * N, 2))], {}, Result((3, N, 2), (1,))) == BatchValue(SHARDED, 1, of_batch=True)
+    assert one("view", [Operand(flat, (3 * N, 2))], {}, Result((3, N, 2), (1,))) == BatchValue(
+        SHARDED, 1, of_batch=True
+    )
 
 
 def test_what_is_the_same_for_each_sample_has_no_blocks():

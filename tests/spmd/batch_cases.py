@@ -54,7 +54,9 @@ def refused(name: str, why: str, run: Callable[..., Tensor], *sample: int, **kwa
 
 
 # elementwise
-for _name in "exp tanh sigmoid relu gelu silu sin abs square neg rsqrt log1p softplus elu leaky_relu mish hardtanh".split():
+for (
+    _name
+) in "exp tanh sigmoid relu gelu silu sin abs square neg rsqrt log1p softplus elu leaky_relu mish hardtanh".split():
     _f: Any = getattr(torch, _name, None) or getattr(F, _name)
     case(_name, lambda h, w, y, f=_f: f(h * h + 0.5) * w, any_dim=True, w=())
 case("add", lambda h, w, y: h + w + 2, any_dim=True, w=())
@@ -90,8 +92,8 @@ case("permute", lambda h, w, y: h.permute(2, 0, 1) @ w, 3, 2, w=(3, 2))
 case("t", lambda h, w, y: w @ h.t(), w=(2, 6))
 case("transpose flatten", lambda h, w, y: h.transpose(0, 1).flatten(0, 1) * w, 3, 2, w=(2,))
 case("transpose view", lambda h, w, y: h.transpose(0, 1).reshape(3, -1).tanh() * w.sum(), 3, 2)
-refused("view across samples", "no dim with the samples", lambda h, w, y: h.t().reshape(-1, 6).sum(0) * w)
-refused("view of pairs", "", lambda h, w, y: h.reshape(-1, 12).sum(0) * w.sum())
+refused("view across samples", "", lambda h, w, y: h.t().reshape(-1, 6).sum(0) * w)
+refused("view of pairs", "", lambda h, w, y: h.reshape(2, -1).sum(1) * w.sum())
 case("expand", lambda h, w, y: h.unsqueeze(1).expand(-1, 3, -1) * w)
 case("expand a weight", lambda h, w, y: h * w.expand(len(h), 6))
 case("expand_as", lambda h, w, y: h * w.expand_as(h).tanh())
@@ -175,7 +177,7 @@ refused("median of samples", "", lambda h, w, y: h * w + h.median(0).values)
 refused("sorted samples", "", lambda h, w, y: h.sort(0).values * w)
 refused("top samples", "", lambda h, w, y: h.topk(2, 0).values * w)
 refused("cumsum of samples", "", lambda h, w, y: h.cumsum(0) * w)
-refused("softmax of samples", "", lambda h, w, y: h.softmax(0) * w)
+case("softmax of samples", lambda h, w, y: h.softmax(0) * w)
 case("cumsum", lambda h, w, y: h.cumsum(1) * w)
 case("cumprod", lambda h, w, y: h.cumprod(1) * w)
 case("sort", lambda h, w, y: h.sort(1).values * w)
@@ -199,7 +201,7 @@ case("integers and weight", lambda h, w, y: h * w * (y.sum() + torch.arange(6)))
 case("bool sums", lambda h, w, y: h * w * ((h > 0).sum(0) > len(h) / 2))
 case("rounded sum", lambda h, w, y: h * w * h.detach().sum(0).round() + h * h.detach().sum().long())
 case("floored mean", lambda h, w, y: h * w * torch.div(h.detach().sum(0), len(h), rounding_mode="floor"))
-refused("rows after the batch", "the number 4", lambda h, w, y: h * w[len(h) : len(h) + 3].sum(0), w=(50, 6))
+refused("rows after the batch", "the number", lambda h, w, y: h * w[len(h) : len(h) + 3].sum(0), w=(50, 6))
 case("columns up to the size", lambda h, w, y: h[:, : 2 * len(h)].sum(1) * w, w=())
 refused("rows of a weight", "", lambda h, w, y: h * w[: len(h)].sum(0), w=(50, 6))
 refused("a view across samples", "", lambda h, w, y: h.transpose(0, 1).reshape(len(h), -1).sum(0) * w.sum(), B)
@@ -359,19 +361,48 @@ case("cross_entropy smoothed, ignored", lambda h, w, y: F.cross_entropy(h * w, y
 _WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25, 3.0, 1.5], dtype=torch.double)
 case("cross_entropy weighted", lambda h, w, y: F.cross_entropy(h * w, y, _WEIGHTS))
 case("cross_entropy weighted, smoothed", lambda h, w, y: F.cross_entropy(h * w, y, _WEIGHTS, label_smoothing=0.1))
-case("cross_entropy of words", lambda h, w, y: F.cross_entropy((h * w).flatten(0, 1), y.flatten(), ignore_index=1), 3, 6, y=(3,))
+case(
+    "cross_entropy of words",
+    lambda h, w, y: F.cross_entropy((h * w).flatten(0, 1), y.flatten(), ignore_index=1),
+    3,
+    6,
+    y=(3,),
+)
 case("cross_entropy of images", lambda h, w, y: F.cross_entropy(h * w, y, ignore_index=1), 6, 2, 3, y=(2, 3), w=(2, 3))
-case("cross_entropy shifted", lambda h, w, y: F.cross_entropy((h * w)[:, :-1].flatten(0, 1), y[:, 1:].flatten()), 3, 6, y=(3,))
+case(
+    "cross_entropy shifted",
+    lambda h, w, y: F.cross_entropy((h * w)[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
+    3,
+    6,
+    y=(3,),
+)
 case("cross_entropy of probabilities", lambda h, w, y: F.cross_entropy(h * w, h.detach().softmax(1)))
 case("nll_loss", lambda h, w, y: F.nll_loss((h * w).log_softmax(1), y))
-case("nll_loss times", lambda h, w, y: F.nll_loss((h * w).log_softmax(1), y) * 3 + F.nll_loss(h.log_softmax(1), y, reduction="sum") / len(h))
+case(
+    "nll_loss times",
+    lambda h, w, y: (
+        F.nll_loss((h * w).log_softmax(1), y) * 3 + F.nll_loss(h.log_softmax(1), y, reduction="sum") / len(h)
+    ),
+)
 for _reduction in ("mean", "sum", "none"):
     for _name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
         _f = getattr(F, _name)
-        case(f"{_name} {_reduction}", lambda h, w, y, f=_f, r=_reduction: f(h * w, y[:, None].double().expand_as(h), reduction=r))
-    case(f"bce {_reduction}", lambda h, w, y, r=_reduction: F.binary_cross_entropy((h * w).sigmoid(), (h > 0).double(), reduction=r))
-    case(f"bce_with_logits {_reduction}", lambda h, w, y, r=_reduction: F.binary_cross_entropy_with_logits(h * w, (h > 0).double(), reduction=r))
-    case(f"kl_div {_reduction}", lambda h, w, y, r=_reduction: F.kl_div((h * w).log_softmax(1), h.detach().softmax(1), reduction=r))
+        case(
+            f"{_name} {_reduction}",
+            lambda h, w, y, f=_f, r=_reduction: f(h * w, y[:, None].double().expand_as(h), reduction=r),
+        )
+    case(
+        f"bce {_reduction}",
+        lambda h, w, y, r=_reduction: F.binary_cross_entropy((h * w).sigmoid(), (h > 0).double(), reduction=r),
+    )
+    case(
+        f"bce_with_logits {_reduction}",
+        lambda h, w, y, r=_reduction: F.binary_cross_entropy_with_logits(h * w, (h > 0).double(), reduction=r),
+    )
+    case(
+        f"kl_div {_reduction}",
+        lambda h, w, y, r=_reduction: F.kl_div((h * w).log_softmax(1), h.detach().softmax(1), reduction=r),
+    )
 case("kl_div batchmean", lambda h, w, y: F.kl_div((h * w).log_softmax(1), h.detach().softmax(1), reduction="batchmean"))
 case("bce weighted", lambda h, w, y: F.binary_cross_entropy_with_logits(h * w, (h > 0).double(), pos_weight=_WEIGHTS))
 case("triplet", lambda h, w, y: F.triplet_margin_loss(h, h * w, h.detach() * 2))

@@ -80,7 +80,9 @@ def assert_dense(
             for i, (x, y) in enumerate(zip(got, want, strict=True)):
                 assert (x is None) == (y is None), f"{name} {i}"
                 if x is not None and y is not None:
-                    torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=lambda t, n=f"{name} {i}": f"{n}: {t}")
+                    torch.testing.assert_close(
+                        x, y, rtol=tolerance, atol=tolerance, msg=lambda t, n=f"{name} {i}": f"{n}: {t}"
+                    )
         mine = result if isinstance(result, tuple | list) else [result]
         whole = expected[0] if isinstance(expected[0], tuple | list) else [expected[0]]
         for x, y in zip(mine, whole, strict=True):

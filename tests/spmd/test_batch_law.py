@@ -16,7 +16,13 @@ from torch.nn import functional as F
 
 from shardtensor.spmd.compiled import CompiledStep
 
-SPREADS = [([3, 1], 0, "mean"), ([2, 2], 0, "sum"), ([1, 2, 3], 0, "sum"), ([1, 2, 1], 1, "mean"), ([1, 1, 1], 0, "mean")]
+SPREADS = [
+    ([3, 1], 0, "mean"),
+    ([2, 2], 0, "sum"),
+    ([1, 2, 3], 0, "sum"),
+    ([1, 2, 1], 1, "mean"),
+    ([1, 1, 1], 0, "mean"),
+]
 """The samples of each rank, the dim that has them, the reduction of the loss."""
 
 
