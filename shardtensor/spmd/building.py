@@ -150,7 +150,7 @@ class Builder:
         counts = [int.from_bytes(x, "little") for x in data.whole.exchange(samples.to_bytes(8, "little"))]
         total, start = sum(counts), list(accumulate(counts, initial=0))[data.whole.index]
         part = Part(samples, total, start, len(counts), len(set(counts)) == 1)
-        mode = BatchMode(self.mode.reduce_op == "mean", part.is_even)
+        mode = BatchMode(self.mode.reduce_op == "mean", total)
         fault: ShardTensorError | None = None
         text = ""
         try:

@@ -15,7 +15,7 @@ from shardtensor.comm.group import Group
 from shardtensor.fsdp.param_group import ParamGroup
 from shardtensor.mesh import ranks_text
 from shardtensor.rules.batch import BatchMode
-from shardtensor.spmd.gradients import Inserter, gradient_factor, position, rounds
+from shardtensor.spmd.gradients import Inserter, are_averaged, gradient_factor, position, rounds
 from shardtensor.spmd.markers import STEPPED, Node
 from shardtensor.spmd.sizes import Part
 
@@ -248,7 +248,7 @@ def _reduce_scattered(
     last = max((marker.args[0] for marker in there), key=place.__getitem__)
     made = Inserter(graph, last)
     factors = [gradient_factor(marker.meta["grad"], part, mode) for marker in there]
-    averages = all(factor * group.data_mesh.whole.size == 1 for factor in factors)
+    averages = are_averaged([marker.meta["grad"] for marker in there], part, mode)
     dtype = group.gradients.reduce_dtype
     device = there[0].meta["val"].device
     pieces: list[Any] = []

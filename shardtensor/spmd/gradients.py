@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import fx
 
-from shardtensor.rules.batch import BatchMode, BatchValue
+from shardtensor.rules.batch import PARTIAL, BatchMode, BatchValue
 from shardtensor.spmd.markers import GRADIENT, Node
 from shardtensor.spmd.sizes import Part
 
@@ -49,7 +49,7 @@ def all_reduce_gradients(
             if not found:
                 continue
             factors = [gradient_factor(marker.meta["grad"], part, mode) for marker in found]
-            averages = all(factor * part.ranks == 1 for factor in factors)
+            averages = are_averaged([marker.meta["grad"] for marker in found], part, mode)
             last = max((marker.args[0] for marker in found), key=place.__getitem__)
             made = Inserter(graph, last)
             left = iter(factors)
@@ -89,11 +89,15 @@ def all_reduce_gradients(
 def gradient_factor(value: BatchValue, part: Part, mode: BatchMode) -> Any:
     """Return what this rank's gradient is multiplied with before the sum over ranks."""
     factor = part.share**value.share
-    if not mode.averages:
-        return factor if value.kind == "partial" else factor / part.ranks
-    if value.kind != "partial":  # equal on all ranks: their mean
-        return factor / part.ranks
-    return factor / part.ranks**value.degree if value.degree >= 0 else factor * part.ranks**-value.degree
+    if mode.averages and value.degree:  # of a loss that is a sum over samples
+        factor = factor / part.ranks**value.degree
+    return factor if value.kind == PARTIAL else factor / part.ranks
+
+
+def are_averaged(values: Sequence[BatchValue], part: Part, mode: BatchMode) -> bool:
+    """Return whether the reduced gradients are the averages of the ranks' ones: the same on all ranks."""
+    is_equal = part.is_even or not any(value.share for value in values)  # of a rank's own share no other rank knows
+    return is_equal and all(gradient_factor(value, part, mode) * part.ranks == 1 for value in values)
 
 
 def rounds(graph: fx.Graph) -> list[list[Node]]:

@@ -308,7 +308,10 @@ class _Tracer:
                 with self.sites:
                     return run_backward(*args, accumulate_grad=False, **kwargs)
             self._drop_earlier()
-            start, depth = len(self._nodes()), depth + 1
+            nodes, depth = self._nodes(), depth + 1
+            start = len(nodes)
+            while start and nodes[start - 1].target is aten.ones_like.default:  # the gradients of the losses
+                start -= 1
             before = [x.grad for x in self.params]
             try:
                 with self.sites:  # autograd calls functions of checkpoints, which are the user's

@@ -1,0 +1,73 @@
+"""The arguments of an operation on one rank: sizes of its part of the batch, numbers of the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from shardtensor.rules.batch import Refused
+from shardtensor.spmd.markers import Node
+from shardtensor.spmd.sizes import Part, growth, mapped, plain
+
+_SIZES = frozenset(
+    "size shape sizes repeats input_sizes input_size self_size N n stride split_size split_sizes output_size end "
+    "output_split_sizes input_split_sizes".split()
+)
+"""Arguments that count elements of the result or of an operand: a rank has its part of them."""
+
+
+def given_arguments(node: Node) -> dict[str, Any]:
+    """Return the arguments of a node by name, with the defaults of those not passed."""
+    target: Any = node.target
+    listed = target._schema.arguments
+    defaults = {x.name: x.default_value for x in listed if x.has_default_value()}
+    return defaults | dict(zip([x.name for x in listed], node.args, strict=False)) | dict(node.kwargs)
+
+
+def local_number(node: Node, key: str, whole: Any, doubled: Any, part: Part) -> Any:
+    """Return a number, or nested ones, for this rank; `whole` and `doubled` are those of the two traces.
+
+    Raises:
+        Refused: it depends on the batch size, but is neither a size nor a value to compute with.
+    """
+    target: Any = node.target
+    kind = next(str(x.type) for x in target._schema.arguments if x.name == key)
+    is_value = any(word in kind for word in ("number", "Scalar", "float", "Tensor"))
+
+    def one(x: Any, y: Any) -> Any:
+        if isinstance(x, bool) or not isinstance(x, int | float) or x == y:
+            return x
+        if is_value:  # the dense value is computed with the number of the whole batch
+            power = local_power(node, key, x, y)
+            return plain(x * part.share**power) if isinstance(x, int) else x * float(part.share) ** power
+        size = part.size(int(x), int(y)) if key in _SIZES else None
+        if size is None:
+            raise Refused(f"the number {x} is neither a part of the batch size nor independent of it")
+        return size
+
+    return mapped(one, whole, doubled)
+
+
+def local_power(node: Node, key: str, whole: Any, doubled: Any) -> int:
+    """Return the power of the batch size in a factor or divisor that each rank replaces by its own.
+
+    A mean is computed so: each rank divides by its own number of samples.
+    """
+    target: Any = node.target
+    scales = target._schema.name in ("aten::mul", "aten::div") and key == "other"
+    if not scales or isinstance(whole, fx.Node) or node.kwargs.get("rounding_mode"):
+        return 0
+    if not node.meta["val"].is_floating_point():
+        return 0
+    return growth(whole, doubled) or 0
+
+
+def clamped(node: Node, given: dict[str, Any], dim_size: int) -> dict[str, Any]:
+    """Return the arguments of a slice with its ends inside of the dim: one that is all of it, is so for each size."""
+    found = dict(given)
+    for key in ("start", "end"):
+        x = found.get(key)
+        x = {"start": 0, "end": dim_size}[key] if x is None else x
+        found[key] = max(0, min(x + dim_size if x < 0 else x, dim_size))
+    return found
