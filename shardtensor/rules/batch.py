@@ -33,7 +33,7 @@ class BatchValue:
     Attributes:
         kind: replicated, sharded or partial; or the flat shard of a gradient.
         dim: the dim that has the samples, if it is sharded.
-        outer: that dim is so many equal blocks, each with all samples: more than 1 if a dim before was flattened into it.
+        outer: that dim has so many blocks, each with all samples: more than 1 if a dim before was flattened into it.
         share, degree: the exponents above.
         of_batch: whether the batch determines it; so it is if it is sharded or partial.
         is_gradient: whether it is a derivative of the loss, by a tensor inside of the backward.

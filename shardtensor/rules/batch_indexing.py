@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 
 from shardtensor.rules.batch import PARTIAL, REPLICATED, SHARDED, BatchValue, Call, Operand, Refused, ScaleFirst
@@ -39,7 +41,7 @@ def _index(call: Call) -> list[BatchValue]:
     return [BatchValue(SHARDED, dim, outer, x.share, x.degree)]
 
 
-def _indexed(call: Call, places: tuple[Operand | None, ...] | list[Operand | None], why: str) -> int:
+def _indexed(call: Call, places: Sequence[Operand | None], why: str) -> int:
     """Return the blocks of the samples of an indexed tensor, which may have its samples only in their own places."""
     x = call.values[0]
     used = [i for i, number in enumerate(call.numbers) if 1 <= number <= len(places)]

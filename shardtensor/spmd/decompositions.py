@@ -69,8 +69,8 @@ def traced(function: Callable[..., Any], node: fx.Node) -> tuple[fx.Graph, list[
     inputs: list[fx.Node] = list(node.all_input_nodes)
 
     def run(*tensors: Tensor) -> Any:
-        by_node = dict(zip(inputs, tensors, strict=True))
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda x: by_node[x] if x in by_node else x)
+        by_node: dict[Any, Any] = dict(zip(inputs, tensors, strict=True))
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda x: by_node.get(x, x))
         return function(*args, **kwargs)
 
     vals: Sequence[Tensor] = [x.meta["val"] for x in inputs]

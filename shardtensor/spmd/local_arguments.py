@@ -10,7 +10,7 @@ from shardtensor.rules.batch import Refused
 from shardtensor.spmd.sizes import Part, growth, mapped, plain
 
 _SIZES = frozenset(
-    "size shape sizes repeats input_sizes input_size self_size N n stride split_size split_sizes output_size end".split()
+    "size shape sizes repeats input_sizes input_size N n stride split_size split_sizes output_size end".split()
 )
 """Arguments that count elements of the result or of an operand: a rank has its part of them."""
 
@@ -39,7 +39,7 @@ def local_number(node: fx.Node, key: str, whole: Any, doubled: Any, part: Part) 
         if is_value:  # the dense value is computed with the number of the whole batch
             power = local_power(node, key, x, y)
             return plain(x * part.share**power) if isinstance(x, int) else x * float(part.share) ** power
-        size = part.size(x, y) if key in _SIZES else None
+        size = part.size(x, y) if key in _SIZES and isinstance(x, int) else None
         if size is None:
             raise Refused(f"the number {x} is neither a part of the batch size nor independent of it")
         return size
@@ -61,8 +61,11 @@ def local_power(node: fx.Node, key: str, whole: Any, doubled: Any) -> int:
     return growth(whole, doubled) or 0
 
 
-def clamped(node: fx.Node, given: dict[str, Any], dim_size: int) -> dict[str, Any]:
-    """Return the arguments of a slice with its ends inside of the dim: one that is all of it, is so for each size."""
+def clamped(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a slice, or of its backward, with the ends inside of the dim: a slice that is all of the
+    dim ends with it for each size."""
+    shape = given["input_sizes"] if "input_sizes" in given else given["self"].meta["val"].shape
+    dim_size = shape[given["dim"]]
     found = dict(given)
     for key in ("start", "end"):
         x = found.get(key)

@@ -1,4 +1,4 @@
-"""Which numbers of a traced step depend on the batch, from two traces: of the whole batch, and of twice as many samples.
+"""Which numbers of a step depend on the batch, from two traces: of the whole batch, and of twice as many samples.
 
 A number that is equal in both does not depend on the batch. One that doubles grows with it: for a rank's part it is
 multiplied by the part's share. All others have no meaning for a part.
