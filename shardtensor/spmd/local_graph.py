@@ -25,7 +25,7 @@ from shardtensor.rules.batch import (
     Operand,
     OperandFirst,
     Refused,
-    by,
+    shape_text,
 )
 from shardtensor.rules.batch_infer import infer
 from shardtensor.spmd.local_operations import Operations
@@ -144,7 +144,7 @@ class _Builder(Operations):
         """A tensor made from numbers: the one of the whole batch, unless it has an element for each sample."""
         x, y = (operator.attrgetter(str(n.target))(m) for n, m in zip((a, b), self.attributes, strict=True))
         if x.shape != y.shape:
-            raise Refused(f"a tensor of {by(tuple(x.shape))} numbers is made from the batch size")
+            raise Refused(f"a tensor of {shape_text(tuple(x.shape))} numbers is made from the batch size")
         a.meta.setdefault("val", x)
         b.meta.setdefault("val", y)
         self.keep(a, self.graph.get_attr(str(a.target)), BatchValue())
@@ -313,7 +313,7 @@ def _refusal(a: fx.Node, why: str, builder: _Builder) -> RuleError:
     for i, x in enumerate(a.all_input_nodes[:6]):
         value = builder.values.get(x)
         if isinstance(value, BatchValue):
-            facts[f"operand {i}"] = f"{by(tuple(x.meta['val'].shape))}, {value}"
+            facts[f"operand {i}"] = f"{shape_text(tuple(x.meta['val'].shape))}, {value}"
     return RuleError(
         f"a part of the batch is not enough: {why}",
         facts,
