@@ -133,7 +133,7 @@ class Refused(Exception):
 Exponents = tuple[int, int | None]
 
 
-class Call:
+class BatchCall:
     """One operation: its name, tensors and other arguments, with the questions that rules ask.
 
     Attributes:
@@ -211,7 +211,7 @@ class Call:
         """Return the dim of a result that grows with the batch."""
         dims = self.results[i].batch_dims
         if len(dims) > 1:
-            raise Refused(f"a result of {by(self.results[i].shape)} pairs the samples with one another")
+            raise Refused(f"a result of {shape_text(self.results[i].shape)} pairs the samples with one another")
         return dims[0] if dims else None
 
     # -- options ------------------------------------------------------------------------------------------------------
@@ -231,11 +231,11 @@ class Call:
         return next((x for x in map(self.options.get, keys) if isinstance(x, int | float | complex)), 0)  # type: ignore[return-value]
 
 
-def by(shape: Shape) -> str:
+def shape_text(shape: Shape) -> str:
     """Return a shape as text.
 
     Example:
-        >>> by((2, 3)), by(())
+        >>> shape_text((2, 3)), shape_text(())
         ('2 x 3', 'one number')
     """
     return " x ".join(map(str, shape)) or "one number"
@@ -247,7 +247,7 @@ def viewed(value: BatchValue, shape: Shape, result: Result) -> BatchValue | None
     Example:
         >>> str(viewed(BatchValue(SHARDED, 1), (3, 8, 2), Result((24, 2), (0,))))
         'sharded dim 0 in 3 blocks'
-        >>> viewed(BatchValue(SHARDED, 1), (3, 8, 2), Result((8, 6), (0,)))
+        >>> viewed(BatchValue(SHARDED, 0), (8, 6), Result((6, 8), (1,)))
     """
     (dim,) = result.batch_dims
     before, after = prod(shape[: value.dim]), prod(shape[value.dim + 1 :])

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardtensor.rules.batch import PARTIAL, BatchValue, Call, Exponents, ScaleFirst, WeighFirst
+from shardtensor.rules.batch import PARTIAL, BatchCall, BatchValue, Exponents, ScaleFirst, WeighFirst
 
-Rule = Callable[[Call], list[BatchValue]]
+BatchRule = Callable[[BatchCall], list[BatchValue]]
 
-RULES: dict[str, Rule] = {}
+RULES: dict[str, BatchRule] = {}
 """Rules of single operations, by name."""
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str) -> Callable[[BatchRule], BatchRule]:
     """Register the rule of some operations."""
 
-    def register(function: Rule) -> Rule:
+    def register(function: BatchRule) -> BatchRule:
         RULES.update(dict.fromkeys(names, function))
         return function
 
@@ -45,7 +45,7 @@ _GROW_ALIKE = frozenset("clamp clamp_min clamp_max maximum minimum abs relu roun
 """Operations whose result grows with the batch as their first operand does."""
 
 
-def is_linear_in_first(call: Call) -> bool:
+def is_linear_in_first(call: BatchCall) -> bool:
     """Whether the operation is linear in its first tensor, if the others are fixed."""
     name = call.name
     if name in ("masked_fill", "constant_pad_nd"):
@@ -55,7 +55,7 @@ def is_linear_in_first(call: Call) -> bool:
     return name in _OF_FIRST or name in VIEWS or name.endswith(("_backward", "_backward_data"))
 
 
-def exponents(call: Call) -> Exponents:
+def exponents_of(call: BatchCall) -> Exponents:
     """Return share and degree of the result.
 
     Raises:
@@ -86,12 +86,12 @@ def exponents(call: Call) -> Exponents:
     return 0, values[0].degree if name in _GROW_ALIKE else 0
 
 
-def adds_number(call: Call) -> bool:
+def adds_number(call: BatchCall) -> bool:
     """Whether one of the addends is a number that is not 0."""
     return call.number("other", "self") != 0
 
 
-def _added_product(call: Call) -> Exponents:
+def _added_product(call: BatchCall) -> Exponents:
     """A product and what is added to it must have one factor."""
     bias, *factors = call.values
     share = sum(v.share for v in factors)
@@ -102,7 +102,7 @@ def _added_product(call: Call) -> Exponents:
     return share, degree if bias.degree == degree or not bias.of_batch else None
 
 
-def _added(call: Call) -> Exponents:
+def _added(call: BatchCall) -> Exponents:
     values = call.values
     present = [i for i, v in enumerate(values) if not v.is_zero and (i or call.name != "where")]
     if not present:
@@ -118,7 +118,7 @@ def _added(call: Call) -> Exponents:
     return values[partial[0]].share, degree
 
 
-def _weighed(call: Call, addends: list[int]) -> None:
+def _weighed(call: BatchCall, addends: list[int]) -> None:
     """Gradients that depend on the batch may be divided by the number of ranks; so must those that are added be."""
     if call.mode.averages:
         gradients = [i for i in addends if call.values[i].is_gradient]

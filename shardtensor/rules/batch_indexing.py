@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from shardtensor.rules.batch import PARTIAL, REPLICATED, SHARDED, BatchValue, Call, Operand, Refused, ScaleFirst
+from shardtensor.rules.batch import PARTIAL, REPLICATED, SHARDED, BatchCall, BatchValue, Operand, Refused, ScaleFirst
 from shardtensor.rules.batch_exponents import rule
 
 _LOOKED_UP, _WRITTEN = "the samples are looked up by number", "the samples are written by number"
@@ -14,7 +14,7 @@ _ELSEWHERE = "its operands have the samples in different dims"
 
 
 @rule("embedding")
-def _embedding(call: Call) -> list[BatchValue]:
+def _embedding(call: BatchCall) -> list[BatchValue]:
     weight, ids = call.values
     call.reduced(1)
     if weight.kind == SHARDED:
@@ -26,7 +26,7 @@ def _embedding(call: Call) -> list[BatchValue]:
 
 
 @rule("index", "_unsafe_index")
-def _index(call: Call) -> list[BatchValue]:
+def _index(call: BatchCall) -> list[BatchValue]:
     """``x[i, j, ...]``: operand 0 is x, the others are indices of its dims, None where a dim is kept."""
     x, places = call.values[0], call.operands[1:]
     for i in range(1, len(call.values)):
@@ -41,7 +41,7 @@ def _index(call: Call) -> list[BatchValue]:
     return [BatchValue(SHARDED, dim, outer, x.share, x.degree)]
 
 
-def _indexed(call: Call, places: Sequence[Operand | None], why: str) -> int:
+def _indexed(call: BatchCall, places: Sequence[Operand | None], why: str) -> int:
     """Return the blocks of the samples of an indexed tensor, which may have its samples only in their own places."""
     x = call.values[0]
     used = [i for i, number in enumerate(call.numbers) if 1 <= number <= len(places)]
@@ -59,7 +59,7 @@ def _indexed(call: Call, places: Sequence[Operand | None], why: str) -> int:
 
 
 @rule("index_put", "_unsafe_index_put")
-def _index_put(call: Call) -> list[BatchValue]:
+def _index_put(call: BatchCall) -> list[BatchValue]:
     """Write or add values at indices: into zeros for the gradient of `index`. Operands: x, indices, values."""
     x, *places, values = call.operands
     assert x is not None and values is not None
@@ -82,7 +82,7 @@ def _index_put(call: Call) -> list[BatchValue]:
     return [_written(call, last)]
 
 
-def _added(call: Call, to: int, source: int) -> BatchValue:
+def _added(call: BatchCall, to: int, source: int) -> BatchValue:
     """Add partial or replicated values to zeros, or plain ones to others."""
     x, value = call.values[to], call.values[source]
     if x.is_zero:
@@ -91,7 +91,7 @@ def _added(call: Call, to: int, source: int) -> BatchValue:
     return BatchValue()
 
 
-def _written(call: Call, source: int) -> BatchValue:
+def _written(call: BatchCall, source: int) -> BatchValue:
     """Values written to a sharded tensor: both must have one factor."""
     x, value = call.values[0], call.values[source]
     if not x.is_zero and x.share != value.share:
@@ -99,7 +99,7 @@ def _written(call: Call, source: int) -> BatchValue:
     return BatchValue(SHARDED, x.dim, x.outer, value.share, value.degree)
 
 
-def _scattered(call: Call, source: int) -> BatchValue:
+def _scattered(call: BatchCall, source: int) -> BatchValue:
     """Values of samples that are added to a tensor of all."""
     adds = call.options.get("accumulate", call.name.endswith("_add"))
     if not (call.values[0].is_zero and adds):
@@ -109,7 +109,7 @@ def _scattered(call: Call, source: int) -> BatchValue:
 
 
 @rule("gather")
-def _gather(call: Call) -> list[BatchValue]:
+def _gather(call: BatchCall) -> list[BatchValue]:
     x, index = call.values
     dim = call.dim()
     call.reduced(1)
@@ -125,7 +125,7 @@ def _gather(call: Call) -> list[BatchValue]:
 
 
 @rule("scatter", "scatter_add")
-def _scatter(call: Call) -> list[BatchValue]:
+def _scatter(call: BatchCall) -> list[BatchValue]:
     """``scatter(x, dim, index, source)``; the source may be a number."""
     x, dim = call.values[0], call.dim()
     call.reduced(1)
@@ -156,7 +156,7 @@ def _scatter(call: Call) -> list[BatchValue]:
 
 
 @rule("index_select")
-def _index_select(call: Call) -> list[BatchValue]:
+def _index_select(call: BatchCall) -> list[BatchValue]:
     x, index = call.values
     dim = call.dim()
     call.reduced(1)
@@ -171,7 +171,7 @@ def _index_select(call: Call) -> list[BatchValue]:
 
 
 @rule("index_add")
-def _index_add(call: Call) -> list[BatchValue]:
+def _index_add(call: BatchCall) -> list[BatchValue]:
     """``index_add(x, dim, index, source)``: rows of the source are added to rows of x."""
     x, index, source = call.values
     dim = call.dim()

@@ -15,16 +15,16 @@ from shardtensor.rules.batch import (
     PARTIAL,
     REPLICATED,
     SHARDED,
+    BatchCall,
     BatchMode,
     BatchValue,
-    Call,
     Operand,
     ReduceFirst,
     Refused,
     Result,
-    by,
+    shape_text,
 )
-from shardtensor.rules.batch_exponents import PRODUCTS, RULES, VIEWS, exponents, rule
+from shardtensor.rules.batch_exponents import PRODUCTS, RULES, VIEWS, exponents_of, rule
 from shardtensor.rules.batch_kernels import DRAWS, FILLS, KERNELS, LIKES, kernel, pointwise, unsummed
 from shardtensor.rules.table import ROWS
 
@@ -59,7 +59,7 @@ def infer(
         >>> [str(v) for v in infer("sum", [batch], {"dim": [0]}, [Result((4,))], BatchMode())]
         ['partial sum']
     """
-    call = Call(name, operands, options, results, mode, is_pointwise)
+    call = BatchCall(name, operands, options, results, mode, is_pointwise)
     found = _inferred(call)
     of_batch = any(value.of_batch for value in call.values) and name not in LIKES - {"fill"}  # of its shape only
     is_gradient = any(value.is_gradient for value in call.values)
@@ -70,26 +70,26 @@ def infer(
     return found
 
 
-def _check(call: Call, i: int, value: BatchValue) -> None:
+def _check(call: BatchCall, i: int, value: BatchValue) -> None:
     """A result grows with the batch if and only if it is sharded, and each block of its dim has all samples."""
     if i >= len(call.results) or value.kind == FLAT:
         return
     dim, shape = call.batch_dim(i), call.results[i].shape
     if value.kind == SHARDED:
         if dim != value.dim or shape[dim] % (value.outer * call.mode.samples):
-            raise Refused(f"a result of {by(shape)} has no dim with the samples")
+            raise Refused(f"a result of {shape_text(shape)} has no dim with the samples")
     elif dim is not None:
-        raise Refused(f"a result of {by(shape)} depends on all samples")
+        raise Refused(f"a result of {shape_text(shape)} depends on all samples")
 
 
-def _inferred(call: Call) -> list[BatchValue]:
+def _inferred(call: BatchCall) -> list[BatchValue]:
     name, values = call.name, call.values
     if not values or name in FILLS or name in LIKES or name in DRAWS:
         return _made(call)
     if any(value.kind == FLAT for value in values):
         return [_on_flat_shards(call)]
     if all(value.kind == REPLICATED for value in values) and not any(result.batch_dims for result in call.results):
-        share, degree = exponents(call)  # equal operands give equal results
+        share, degree = exponents_of(call)  # equal operands give equal results
         return [BatchValue(share=share, degree=degree) for _ in call.results]
     power = next((v.power for v in values if v.kind == PARTIAL and v.power != 1), 1)
     if power != 1 and name not in VIEWS and name not in _OF_POWERS:
@@ -111,7 +111,7 @@ _OF_POWERS = frozenset("linalg_vector_norm permute transpose t slice select cat 
 """Operations that take norms and maxima before they are reduced."""
 
 
-def _made(call: Call) -> list[BatchValue]:
+def _made(call: BatchCall) -> list[BatchValue]:
     """Factories and random numbers: of the size of this rank's part."""
     name = call.name
     if name in DRAWS and call.values and not name.endswith("_like"):  # probabilities, means
@@ -134,18 +134,18 @@ def _made(call: Call) -> list[BatchValue]:
     return found
 
 
-def _fills_zero(call: Call) -> bool:
+def _fills_zero(call: BatchCall) -> bool:
     return len(call.values) < 2 and call.number("fill_value", "value") == 0
 
 
 _FULL = frozenset("full full_like new_full fill".split())
 
 
-def _counts(call: Call) -> bool:
+def _counts(call: BatchCall) -> bool:
     return call.name == "arange" and (call.options.get("start", 0), call.options.get("step", 1)) == (0, 1)
 
 
-def _on_flat_shards(call: Call) -> BatchValue:
+def _on_flat_shards(call: BatchCall) -> BatchValue:
     """Of shards of gradients: elementwise with numbers and shards of the same parameter, norms and sums."""
     if call.name in ("linalg_vector_norm", "norm"):
         return BatchValue(PARTIAL, power=float(call.options.get("ord", 2)))
@@ -162,13 +162,13 @@ def _on_flat_shards(call: Call) -> BatchValue:
 
 
 @rule("all_reduce", "wait_tensor")
-def _sent(call: Call) -> list[BatchValue]:
+def _sent(call: BatchCall) -> list[BatchValue]:
     """Collectives of other axes of the mesh."""
     return [call.values[0]]
 
 
 @rule("all_gather_into_tensor")
-def _gathered(call: Call) -> list[BatchValue]:
+def _gathered(call: BatchCall) -> list[BatchValue]:
     """The parts of all ranks of another axis, end to end along the first dim."""
     value = call.values[0]
     if value.kind != SHARDED or value.dim:
@@ -177,7 +177,7 @@ def _gathered(call: Call) -> list[BatchValue]:
 
 
 @rule("reduce_scatter_tensor", "all_to_all_single")
-def _divided(call: Call) -> list[BatchValue]:
+def _divided(call: BatchCall) -> list[BatchValue]:
     """Each rank of another axis sends an equal part of the first dim to each other one."""
     value = call.values[0]
     if value.kind != SHARDED or value.dim:
@@ -190,7 +190,7 @@ def _divided(call: Call) -> list[BatchValue]:
 
 
 @rule("embedding_dense_backward")
-def _embedding_dense_backward(call: Call) -> list[BatchValue]:
+def _embedding_dense_backward(call: BatchCall) -> list[BatchValue]:
     """Each row of the table gets the sum of the gradients of the tokens that are it."""
     call.unscaled(1)
     if call.options.get("scale_grad_by_freq"):
@@ -204,7 +204,7 @@ def _embedding_dense_backward(call: Call) -> list[BatchValue]:
     return [BatchValue(PARTIAL, share=value.share)]
 
 
-def _row(call: Call) -> BatchValue:
+def _row(call: BatchCall) -> BatchValue:
     """An operation whose row in the table of sharding rules says what happens to each dim."""
     dim = call.options.get("dim")
     dims = (dim % max(len(call.tensors[0].shape), 1),) if isinstance(dim, int) else ()
@@ -215,7 +215,7 @@ def _row(call: Call) -> BatchValue:
     adds = call.name in _ADD_PRODUCTS
     if partial and (call.name not in PRODUCTS or sharded or len(partial) > 1 or adds):
         raise ReduceFirst(call.numbers[partial[0]])
-    share, degree = unsummed(call) if call.name not in PRODUCTS else exponents(call)
+    share, degree = unsummed(call) if call.name not in PRODUCTS else exponents_of(call)
     if partial:
         return BatchValue(PARTIAL, share=share, degree=degree)
     letters = {(found.inputs[i][call.values[i].dim], call.values[i].outer) for i in sharded}

@@ -6,14 +6,14 @@ from shardtensor.rules.batch import (
     PARTIAL,
     REPLICATED,
     SHARDED,
+    BatchCall,
     BatchValue,
-    Call,
     Exponents,
     ReduceFirst,
     Refused,
     SplitFirst,
 )
-from shardtensor.rules.batch_exponents import LINEAR, adds_number, exponents, is_linear_in_first
+from shardtensor.rules.batch_exponents import LINEAR, adds_number, exponents_of, is_linear_in_first
 
 TABLE = """
 # names | which dim may have the samples: any, the first, all but those that the call names, all before the last ones
@@ -88,14 +88,14 @@ _LAST_OF_SAMPLES = {"convolution": 0, "convolution_backward": 1}
 _LOSSES = frozenset(name for name in KERNELS if "loss" in name or name.startswith("binary_cross_entropy"))
 
 
-def pointwise(call: Call) -> BatchValue:
+def pointwise(call: BatchCall) -> BatchValue:
     """Return what an elementwise operation returns."""
     partial = call.of_kind(PARTIAL)
     if partial:
         _keep_partial(call, partial)
-        share, degree = exponents(call)
+        share, degree = exponents_of(call)
         return BatchValue(PARTIAL, share=share, degree=degree)
-    share, degree = exponents(call)
+    share, degree = exponents_of(call)
     is_zero = call.name == "mul" and any(v.is_zero for v in call.values)
     if not call.of_kind(SHARDED):
         return BatchValue(share=share, degree=degree, is_zero=is_zero)
@@ -103,7 +103,7 @@ def pointwise(call: Call) -> BatchValue:
     return BatchValue(SHARDED, dim, outer, share, degree, is_zero=is_zero, is_uniform=is_uniform)
 
 
-def _keep_partial(call: Call, partial: list[int]) -> None:
+def _keep_partial(call: BatchCall, partial: list[int]) -> None:
     """Raise unless the local values of the operands give a partial result."""
     name, values = call.name, call.values
     first = partial[0]
@@ -121,7 +121,7 @@ def _keep_partial(call: Call, partial: list[int]) -> None:
     raise ReduceFirst(call.numbers[first])
 
 
-def split_replicated(call: Call, addends: list[int]) -> None:
+def split_replicated(call: BatchCall, addends: list[int]) -> None:
     """Let partial values be added to replicated ones, which are split into partial ones.
 
     Raises:
@@ -133,30 +133,30 @@ def split_replicated(call: Call, addends: list[int]) -> None:
         value = call.values[i]
         if value.kind == SHARDED or not (call.results[0].is_float or value.kind == PARTIAL or value.is_zero):
             raise ReduceFirst(call.numbers[partial[0]])
-    exponents(call)  # gradients are weighed before they are split
+    exponents_of(call)  # gradients are weighed before they are split
     for i in addends:
         if call.values[i].kind == REPLICATED and not call.values[i].is_zero:
             call.unscaled(i)
             raise SplitFirst(call.numbers[i], call.values[partial[0]].share)
 
 
-def unsummed(call: Call) -> Exponents:
+def unsummed(call: BatchCall) -> Exponents:
     """Return the exponents of an operation in whose result partial operands have no place."""
     for i in range(len(call.values)):
         call.reduced(i)
-    return exponents(call)
+    return exponents_of(call)
 
 
-def kernel(call: Call) -> list[BatchValue]:
+def kernel(call: BatchCall) -> list[BatchValue]:
     """Return the results of a kernel of the table: those that grow with the batch are sharded, others are sums."""
     name, where = call.name, KERNELS[call.name]
     partial = call.of_kind(PARTIAL)
     if partial:
         if partial != [0] or call.of_kind(SHARDED) or not is_linear_in_first(call):
             raise ReduceFirst(call.numbers[partial[0]])
-        share, degree = exponents(call)
+        share, degree = exponents_of(call)
         return [BatchValue(PARTIAL, share=share, degree=degree) for _ in call.results]
-    share, degree = exponents(call)
+    share, degree = exponents_of(call)
     sharded = call.of_kind(SHARDED)
     outer = _placed(call, where, sharded)
     averages = name in _LOSSES and call.options.get("reduction", 1) == 1
@@ -180,7 +180,7 @@ def kernel(call: Call) -> list[BatchValue]:
     return found
 
 
-def _placed(call: Call, where: str, sharded: list[int]) -> int:
+def _placed(call: BatchCall, where: str, sharded: list[int]) -> int:
     """Return the blocks of the samples, or raise Refused if they are in a dim that must be whole."""
     first = call.tensors[0].shape
     if where == "any":
@@ -200,7 +200,7 @@ def _placed(call: Call, where: str, sharded: list[int]) -> int:
     return call.place()[1]
 
 
-def _named(call: Call, ndim: int) -> set[int]:
+def _named(call: BatchCall, ndim: int) -> set[int]:
     """Return the dims that the call names, of a tensor of so many dims."""
     keys = [key for key in ("dim", "dims", "dimension", "dim1", "dim2") if key in call.options]
     found: set[int] = set()

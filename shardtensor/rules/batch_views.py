@@ -6,13 +6,23 @@ from collections.abc import Sequence
 
 import attrs
 
-from shardtensor.rules.batch import PARTIAL, REPLICATED, SHARDED, BatchValue, Call, ReduceFirst, Refused, by, viewed
-from shardtensor.rules.batch_exponents import exponents, rule
+from shardtensor.rules.batch import (
+    PARTIAL,
+    REPLICATED,
+    SHARDED,
+    BatchCall,
+    BatchValue,
+    ReduceFirst,
+    Refused,
+    shape_text,
+    viewed,
+)
+from shardtensor.rules.batch_exponents import exponents_of, rule
 from shardtensor.rules.batch_kernels import pointwise, split_replicated
 
 
 @rule("view")
-def _view(call: Call) -> list[BatchValue]:
+def _view(call: BatchCall) -> list[BatchValue]:
     value, result = call.values[0], call.results[0]
     if not result.is_float and value.kind == PARTIAL and value.power == 1 and call.name == "_to_copy":
         raise ReduceFirst(call.numbers[0])  # rounds
@@ -21,7 +31,7 @@ def _view(call: Call) -> list[BatchValue]:
     dim = call.batch_dim()
     if value.kind == SHARDED:
         if dim is None:
-            raise Refused(f"{by(result.shape)} has no dim with the samples")
+            raise Refused(f"{shape_text(result.shape)} has no dim with the samples")
         if call.name == "expand":
             return [value.at(value.dim + len(result.shape) - len(call.tensors[0].shape))]
         found = viewed(value, call.tensors[0].shape, result)
@@ -35,7 +45,7 @@ def _view(call: Call) -> list[BatchValue]:
 
 
 @rule("copy")
-def _copy(call: Call) -> list[BatchValue]:
+def _copy(call: BatchCall) -> list[BatchValue]:
     """``copy(x, source)``: the values of the source in the shape of x."""
     x, source = call.tensors
     value = source.value
@@ -49,19 +59,19 @@ def _copy(call: Call) -> list[BatchValue]:
     return [value]
 
 
-def _permuted(call: Call, order: Sequence[int]) -> list[BatchValue]:
+def _permuted(call: BatchCall, order: Sequence[int]) -> list[BatchValue]:
     value = call.values[0]
     return [value.at(order.index(value.dim)) if value.kind == SHARDED else value]
 
 
 @rule("permute")
-def _permute(call: Call) -> list[BatchValue]:
+def _permute(call: BatchCall) -> list[BatchValue]:
     ndim = len(call.tensors[0].shape)
     return _permuted(call, [d % ndim for d in call.options["dims"]])
 
 
 @rule("transpose")
-def _transpose(call: Call) -> list[BatchValue]:
+def _transpose(call: BatchCall) -> list[BatchValue]:
     order = list(range(len(call.tensors[0].shape)))
     if order:
         a, b = call.dim("dim0"), call.dim("dim1")
@@ -70,12 +80,12 @@ def _transpose(call: Call) -> list[BatchValue]:
 
 
 @rule("t")
-def _t(call: Call) -> list[BatchValue]:
+def _t(call: BatchCall) -> list[BatchValue]:
     return _permuted(call, list(range(len(call.tensors[0].shape)))[::-1])
 
 
 @rule("slice")
-def _slice(call: Call) -> list[BatchValue]:
+def _slice(call: BatchCall) -> list[BatchValue]:
     value, size = call.values[0], call.tensors[0].shape[call.dim()]
     if value.kind != SHARDED or call.dim() != value.dim or call.results[0].shape[value.dim] == size:
         return [value]
@@ -87,16 +97,16 @@ def _slice(call: Call) -> list[BatchValue]:
 
 
 @rule("select")
-def _select(call: Call) -> list[BatchValue]:
+def _select(call: BatchCall) -> list[BatchValue]:
     return [_without(call, [call.dim()], "it takes one of the samples")]
 
 
 @rule("unbind")
-def _unbind(call: Call) -> list[BatchValue]:
+def _unbind(call: BatchCall) -> list[BatchValue]:
     return [_without(call, [call.dim()], "it takes the samples one by one")] * len(call.results)
 
 
-def _without(call: Call, dims: Sequence[int], why: str = "") -> BatchValue:
+def _without(call: BatchCall, dims: Sequence[int], why: str = "") -> BatchValue:
     """The value without these dims, if the result has fewer."""
     value = call.values[0]
     if value.kind != SHARDED:
@@ -108,7 +118,7 @@ def _without(call: Call, dims: Sequence[int], why: str = "") -> BatchValue:
 
 
 @rule("split", "split_with_sizes")
-def _split(call: Call) -> list[BatchValue]:
+def _split(call: BatchCall) -> list[BatchValue]:
     value = call.values[0]
     if value.kind == SHARDED and call.dim() == value.dim and len(call.results) > 1:
         raise Refused("it takes ranges of the samples")
@@ -116,7 +126,7 @@ def _split(call: Call) -> list[BatchValue]:
 
 
 @rule("slice_backward", "select_backward")
-def _padded(call: Call) -> list[BatchValue]:
+def _padded(call: BatchCall) -> list[BatchValue]:
     """The gradient of a part: zeros around it."""
     value, shape = call.values[0], call.results[0].shape
     if value.kind != SHARDED:
@@ -129,7 +139,7 @@ def _padded(call: Call) -> list[BatchValue]:
 
 
 @rule("repeat")
-def _repeat(call: Call) -> list[BatchValue]:
+def _repeat(call: BatchCall) -> list[BatchValue]:
     value, result, repeats = call.values[0], call.results[0], call.options["repeats"]
     added = len(result.shape) - len(call.tensors[0].shape)
     if value.kind == SHARDED:
@@ -147,7 +157,7 @@ def _repeat(call: Call) -> list[BatchValue]:
 
 
 @rule("cat", "stack")
-def _join(call: Call) -> list[BatchValue]:
+def _join(call: BatchCall) -> list[BatchValue]:
     values, added = call.values, int(call.name == "stack")
     dim = call.dim(ndim=len(call.results[0].shape))
     partial, sharded = call.of_kind(PARTIAL), call.of_kind(SHARDED)
@@ -157,9 +167,9 @@ def _join(call: Call) -> list[BatchValue]:
             raise ReduceFirst(call.numbers[next(i for i in partial if values[i].power != 1)])
         if powers == {1}:
             split_replicated(call, list(range(len(values))))
-        share, degree = exponents(call)
+        share, degree = exponents_of(call)
         return [BatchValue(PARTIAL, share=share, degree=degree, power=values[partial[0]].power)]
-    share, degree = exponents(call)
+    share, degree = exponents_of(call)
     if not sharded:
         return [BatchValue(share=share, degree=degree)]
     own, outer, is_uniform = call.place()
@@ -174,7 +184,7 @@ def _join(call: Call) -> list[BatchValue]:
 
 
 @rule("where")
-def _where(call: Call) -> list[BatchValue]:
+def _where(call: BatchCall) -> list[BatchValue]:
     return [pointwise(call)]
 
 
@@ -182,22 +192,22 @@ def _where(call: Call) -> list[BatchValue]:
 
 
 @rule("sum")
-def _sum(call: Call) -> list[BatchValue]:
+def _sum(call: BatchCall) -> list[BatchValue]:
     return [_summed(call, 0, 1)]
 
 
 @rule("mean")
-def _mean(call: Call) -> list[BatchValue]:
+def _mean(call: BatchCall) -> list[BatchValue]:
     return [_summed(call, 1, 0)]
 
 
 @rule("count_nonzero")
-def _count(call: Call) -> list[BatchValue]:
+def _count(call: BatchCall) -> list[BatchValue]:
     call.plain()
     return [_summed(call, 0, 1)]
 
 
-def _summed(call: Call, share: int, degree: int) -> BatchValue:
+def _summed(call: BatchCall, share: int, degree: int) -> BatchValue:
     value, dims = call.values[0], call.dims()
     if value.kind == SHARDED and value.dim in dims:
         total = None if value.degree is None else value.degree + degree
@@ -206,7 +216,7 @@ def _summed(call: Call, share: int, degree: int) -> BatchValue:
 
 
 @rule("linalg_vector_norm")
-def _norm(call: Call) -> list[BatchValue]:
+def _norm(call: BatchCall) -> list[BatchValue]:
     value, dims = call.values[0], call.dims()
     order = float(call.options.get("ord", 2))
     if value.kind == PARTIAL and value.power == order != 1 and not call.results[0].shape:
@@ -221,7 +231,7 @@ _EXTREMES = {"amax": "inf", "any": "inf", "max": "inf", "amin": "-inf", "all": "
 
 
 @rule(*_EXTREMES)
-def _extreme(call: Call) -> list[BatchValue]:
+def _extreme(call: BatchCall) -> list[BatchValue]:
     if len(call.tensors) > 1:  # the larger of two tensors
         return [pointwise(call)]
     call.plain()

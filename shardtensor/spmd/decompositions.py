@@ -13,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardtensor.rules.batch import Refused
 from shardtensor.rules.rule import several_dims
-from shardtensor.spmd.markers import Node
 
 aten: Any = torch.ops.aten
 
@@ -65,12 +64,12 @@ def decomposition(target: Any) -> Callable[..., Any] | None:
     return _OWN.get(target) or decomposition_table.get(target)
 
 
-def traced(function: Callable[..., Any], node: Node) -> tuple[fx.Graph, list[Node]]:
+def traced(function: Callable[..., Any], node: fx.Node) -> tuple[fx.Graph, list[fx.Node]]:
     """Trace `function` in place of the operation of a node; return its graph and the nodes that its inputs are."""
-    inputs: list[Node] = list(node.all_input_nodes)
+    inputs: list[fx.Node] = list(node.all_input_nodes)
 
     def run(*tensors: Tensor) -> Any:
-        by_node = dict(zip(inputs, tensors, strict=True))
+        by_node: dict[Any, Any] = dict(zip(inputs, tensors, strict=True))
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda x: by_node.get(x, x))
         return function(*args, **kwargs)
 

@@ -80,6 +80,7 @@ def gather_units(graph: fx.Graph, units: Sequence[Unit]) -> list[Node]:
             shard = graph.placeholder(f"shard_{number}")
         shard.meta["val"] = unit.group.shard
         shards.append(shard)
+    for unit, shard in zip(units, shards, strict=True):
         _Gathers(graph, unit, [inputs[i] for i in unit.params], shard, phases).run()
     for unit in units:
         for i in unit.params:

@@ -45,7 +45,7 @@ def all_reduce_gradients(
         by_number = {marker.args[1]: marker for marker in markers}
         place = position(graph)
         for bucket in buckets:
-            found = [by_number[number] for number in bucket.params if number in by_number]
+            found: list[Any] = [by_number[number] for number in bucket.params if number in by_number]
             if not found:
                 continue
             factors = [gradient_factor(marker.meta["grad"], part, mode) for marker in found]
@@ -80,6 +80,7 @@ def all_reduce_gradients(
                     one = late.getitem(parts, i)
                     shape = list(by_number[number].meta["val"].shape)
                     by_number[number].replace_all_uses_with(late.call(aten.view.default, one, shape))
+        marker: Any
         for marker in markers:
             if marker.users:  # no other rank has this gradient: a world of one
                 marker.replace_all_uses_with(marker.args[0])

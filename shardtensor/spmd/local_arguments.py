@@ -7,17 +7,16 @@ from typing import Any
 from torch import fx
 
 from shardtensor.rules.batch import Refused
-from shardtensor.spmd.markers import Node
 from shardtensor.spmd.sizes import Part, growth, mapped, plain
 
 _SIZES = frozenset(
-    "size shape sizes repeats input_sizes input_size self_size N n stride split_size split_sizes output_size end "
+    "size shape sizes repeats input_sizes input_size N n stride split_size split_sizes output_size end "
     "output_split_sizes input_split_sizes".split()
 )
 """Arguments that count elements of the result or of an operand: a rank has its part of them."""
 
 
-def given_arguments(node: Node) -> dict[str, Any]:
+def given_arguments(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of a node by name, with the defaults of those not passed."""
     target: Any = node.target
     listed = target._schema.arguments
@@ -25,7 +24,7 @@ def given_arguments(node: Node) -> dict[str, Any]:
     return defaults | dict(zip([x.name for x in listed], node.args, strict=False)) | dict(node.kwargs)
 
 
-def local_number(node: Node, key: str, whole: Any, doubled: Any, part: Part) -> Any:
+def local_number(node: fx.Node, key: str, whole: Any, doubled: Any, part: Part) -> Any:
     """Return a number, or nested ones, for this rank; `whole` and `doubled` are those of the two traces.
 
     Raises:
@@ -41,7 +40,7 @@ def local_number(node: Node, key: str, whole: Any, doubled: Any, part: Part) -> 
         if is_value:  # the dense value is computed with the number of the whole batch
             power = local_power(node, key, x, y)
             return plain(x * part.share**power) if isinstance(x, int) else x * float(part.share) ** power
-        size = part.size(int(x), int(y)) if key in _SIZES else None
+        size = part.size(x, y) if key in _SIZES and isinstance(x, int) else None
         if size is None:
             raise Refused(f"the number {x} is neither a part of the batch size nor independent of it")
         return size
@@ -49,7 +48,7 @@ def local_number(node: Node, key: str, whole: Any, doubled: Any, part: Part) -> 
     return mapped(one, whole, doubled)
 
 
-def local_power(node: Node, key: str, whole: Any, doubled: Any) -> int:
+def local_power(node: fx.Node, key: str, whole: Any, doubled: Any) -> int:
     """Return the power of the batch size in a factor or divisor that each rank replaces by its own.
 
     A mean is computed so: each rank divides by its own number of samples.
@@ -63,8 +62,11 @@ def local_power(node: Node, key: str, whole: Any, doubled: Any) -> int:
     return growth(whole, doubled) or 0
 
 
-def clamped(node: Node, given: dict[str, Any], dim_size: int) -> dict[str, Any]:
-    """Return the arguments of a slice with its ends inside of the dim: one that is all of it, is so for each size."""
+def clamped(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a slice, or of its backward, with the ends inside of the dim: a slice that is all of the
+    dim ends with it for each size."""
+    shape = given["input_sizes"] if "input_sizes" in given else given["self"].meta["val"].shape
+    dim_size = shape[given["dim"]]
     found = dict(given)
     for key in ("start", "end"):
         x = found.get(key)

@@ -13,7 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardtensor.comm.group import Group
-from shardtensor.spmd.markers import GRADIENT, STEPPED, Node
+from shardtensor.spmd.markers import CHECKS, GRADIENT, STEPPED, Node
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
@@ -22,7 +22,7 @@ _INDUCTOR = {
     "fallback_random": True,  # the random numbers of eager steps
     "reorder_for_locality": False,  # it would start collectives just before the wait for them
 }
-_EFFECTS = {GRADIENT, STEPPED, aten.copy_.default, aten._assert_async.msg, aten._assert_async.default}
+_EFFECTS = {GRADIENT, STEPPED, aten.copy_.default, *CHECKS}
 
 
 @attrs.frozen(eq=False)

@@ -34,3 +34,5 @@ def _(params: list[torch.Tensor], grads: list[torch.Tensor], optimizer: int) -> 
 
 GRADIENT: Any = torch.ops.shardtensor.gradient.default
 STEPPED: Any = torch.ops.shardtensor.stepped.default
+CHECKS: Any = {torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default}
+"""They raise if a tensor is false, and return nothing."""

@@ -12,13 +12,12 @@ import torch
 from torch import fx
 
 from shardtensor.rules.batch import PARTIAL, REPLICATED, BatchMode, BatchValue
-from shardtensor.spmd.markers import Node
 from shardtensor.spmd.sizes import Part, plain
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
 
-Changed = tuple[Node, BatchValue]
+Changed = tuple[fx.Node, BatchValue]
 
 
 class Reductions:
@@ -32,56 +31,56 @@ class Reductions:
 
     def __init__(self, graph: fx.Graph, part: Part, mode: BatchMode, group_name: str) -> None:
         self.graph, self.part, self.mode, self.group_name = graph, part, mode, group_name
-        self.described: dict[Node, BatchValue] = {}
+        self.described: dict[fx.Node, BatchValue] = {}
         self.custom: dict[str, Any] = {}
         self.degree = 0
         self._made: dict[tuple[Any, ...], Changed] = {}
-        self._factors: dict[Node, tuple[Node, Fraction]] = {}
+        self._factors: dict[fx.Node, tuple[fx.Node, Fraction]] = {}
 
-    def call(self, target: Any, args: Any, kwargs: Any) -> Node:
+    def call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """Append a call."""
         node = self.graph.call_function(target, tuple(args), kwargs)
         node.meta["custom"] = self.custom
         return node
 
-    def waited(self, target: Any, *args: Any) -> Node:
+    def waited(self, target: Any, *args: Any) -> fx.Node:
         """Append a collective."""
         return self.call(c10d.wait_tensor.default, (self.call(target, args, {}),), {})
 
-    def broadcast(self, node: Node) -> Node:
+    def broadcast(self, node: fx.Node) -> fx.Node:
         """Give all ranks the value of the first."""
         return self.waited(c10d.broadcast.default, node, 0, self.group_name)
 
-    def known(self, node: Node, value: BatchValue) -> Changed:
+    def known(self, node: fx.Node, value: BatchValue) -> Changed:
         """Return a partial value as it is, or its sum if an operation before has needed that."""
         return self._made.get((node, "reduced"), (node, value))
 
-    def plain(self, node: Node, value: BatchValue) -> Changed:
+    def plain(self, node: fx.Node, value: BatchValue) -> Changed:
         """Return the value with the dense numbers: of all samples, or of those that this rank has."""
         return self.reduced(node, value) if value.kind == PARTIAL else self.scaled(node, value)
 
-    def reduced(self, node: Node, value: BatchValue) -> Changed:
+    def reduced(self, node: fx.Node, value: BatchValue) -> Changed:
         """Return the sum (mean, maximum, ...) of a partial value over the ranks, replicated."""
         found = attrs.evolve(value, kind=REPLICATED, share=0, power=1.0)
         return self._once((node, "reduced"), lambda: self._all_reduced(node, value), found)
 
-    def scaled(self, node: Node, value: BatchValue) -> Changed:
+    def scaled(self, node: fx.Node, value: BatchValue) -> Changed:
         """Return a value times its factor, which then is 1."""
         if not value.share:
             return node, value
         return self._times(node, self.part.share**value.share, attrs.evolve(value, share=0))
 
-    def split(self, node: Node, value: BatchValue, share: int) -> Changed:
+    def split(self, node: fx.Node, value: BatchValue, share: int) -> Changed:
         """Return a replicated value as a partial one: the sum of all ranks' parts is the value."""
         found = attrs.evolve(value, kind=PARTIAL, share=share)
         return (node, found) if share == 1 else self._times(node, self.part.share ** (1 - share), found)
 
-    def weighed(self, node: Node, value: BatchValue) -> Changed:
+    def weighed(self, node: fx.Node, value: BatchValue) -> Changed:
         """Return a gradient that does not depend on the batch, so that it keeps its value if the sum is divided."""
         found = attrs.evolve(value, of_batch=True)
         return self._times(node, Fraction(self.part.ranks), found) if self.degree else (node, found)
 
-    def _times(self, node: Node, factor: Fraction, found: BatchValue) -> Changed:
+    def _times(self, node: fx.Node, factor: Fraction, found: BatchValue) -> Changed:
         source, before = self._factors.get(node, (node, Fraction(1)))
         total = before * factor  # one multiplication for both
         if total == 1 and self.part.is_even:  # if not, another rank multiplies: all insert the same nodes
@@ -92,13 +91,13 @@ class Reductions:
         self._factors[made] = source, total
         return made, found
 
-    def _once(self, key: tuple[Any, ...], make: Callable[[], Node], found: BatchValue) -> Changed:
+    def _once(self, key: tuple[Any, ...], make: Callable[[], fx.Node], found: BatchValue) -> Changed:
         if key not in self._made:
             self._made[key] = make(), found
             self.described[self._made[key][0]] = found
         return self._made[key]
 
-    def _all_reduced(self, node: Node, value: BatchValue) -> Node:
+    def _all_reduced(self, node: fx.Node, value: BatchValue) -> fx.Node:
         power = value.power
         if abs(power) == inf:
             return self._extreme(node, "max" if power > 0 else "min")
@@ -109,5 +108,5 @@ class Reductions:
         sent, _ = self.scaled(node, value)
         return self.waited(c10d.all_reduce.default, sent, "sum", self.group_name)
 
-    def _extreme(self, node: Node, op: str) -> Node:
+    def _extreme(self, node: fx.Node, op: str) -> fx.Node:
         return self.waited(c10d.all_reduce.default, node, op, self.group_name)

@@ -1,4 +1,4 @@
-"""Which numbers of a traced step depend on the batch, from two traces: of the whole batch, and of twice the samples.
+"""Which numbers of a step depend on the batch, from two traces: of the whole batch, and of twice as many samples.
 
 A number that is equal in both does not depend on the batch. One that doubles grows with it: for a rank's part it is
 multiplied by the part's share. All others have no meaning for a part.
@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from shardtensor.errors import RuleError
-from shardtensor.spmd.markers import Node
 
 Shape = tuple[int, ...]
 
@@ -68,7 +67,7 @@ def batch_dims(whole: torch.Tensor, doubled: torch.Tensor) -> tuple[int, ...]:
     return tuple(d for d, (a, b) in enumerate(zip(whole.shape, doubled.shape, strict=True)) if a != b)
 
 
-def paired(whole: fx.Graph, doubled: fx.Graph) -> list[tuple[Node, Node]]:
+def paired(whole: fx.Graph, doubled: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     """Return the nodes of both traces in pairs.
 
     Raises:
@@ -83,12 +82,12 @@ def paired(whole: fx.Graph, doubled: fx.Graph) -> list[tuple[Node, Node]]:
     return list(zip(a, b, strict=True))
 
 
-def where(node: Node) -> str:
+def where(node: fx.Node) -> str:
     """Return the user's line that a node belongs to."""
     return str((node.meta.get("custom") or {}).get("where", ""))
 
 
-def _differs(node: Node) -> RuleError:
+def _differs(node: fx.Node) -> RuleError:
     return RuleError(
         "the train step runs other operations for another batch size",
         {"at": where(node), "operation": str(node.target)},

@@ -129,8 +129,9 @@ case("weight rows by arange", lambda h, w, y: h * w[torch.arange(len(h))], w=(50
 
 # statistics of the batch, used by each sample
 for _name in "sum mean amax amin var std logsumexp".split():
-    case(f"{_name} dim 0", _norm(lambda h, f=getattr(torch, _name): f(h, 0)))
-    case(f"{_name} dim 1", _norm(lambda h, f=getattr(torch, _name): f(h, 1, keepdim=True)))
+    _f = getattr(torch, _name)
+    case(f"{_name} dim 0", _norm(lambda h, f=_f: f(h, 0)))
+    case(f"{_name} dim 1", _norm(lambda h, f=_f: f(h, 1, keepdim=True)))
 case("prod dim 1", _norm(lambda h: h.prod(1, keepdim=True)))
 refused("prod of all", "", _norm(torch.prod))
 for _name in "sum mean amax amin var std max min".split():
@@ -254,10 +255,9 @@ case("conv3d", lambda h, w, y: F.conv3d(h, w), 2, 4, 3, 4, w=(2, 2, 2, 2, 2))
 case("conv_transpose2d", lambda h, w, y: F.conv_transpose2d(h, w), 3, 4, 4, w=(3, 2, 2, 2))
 case("depthwise", lambda h, w, y: F.conv1d(h, w, groups=3), 3, 6, w=(3, 1, 2))
 for _d, _sizes in enumerate([(8,), (6, 6), (4, 4, 4)], 1):
-    for _name in ("avg_pool", "max_pool"):
-        case(f"{_name}{_d}d", lambda h, w, y, f=getattr(F, f"{_name}{_d}d"): f(h * w.sum(), 2), 2, *_sizes)
-    for _name in ("adaptive_avg_pool", "adaptive_max_pool"):
-        case(f"{_name}{_d}d", lambda h, w, y, f=getattr(F, f"{_name}{_d}d"): f(h * w.sum(), 2), 2, *_sizes)
+    for _name in ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool"):
+        _f = getattr(F, f"{_name}{_d}d")
+        case(f"{_name}{_d}d", lambda h, w, y, f=_f: f(h * w.sum(), 2), 2, *_sizes)
 case("pad", lambda h, w, y: F.pad(h, (1, 2)) * w, w=(9,))
 case("pad value", lambda h, w, y: F.pad(h, (1, 2), value=2.0) * w, w=(9,))
 case("pad reflect", lambda h, w, y: F.pad(h, (1, 2), "reflect") * w, 2, 6, w=(9,))
@@ -346,7 +346,7 @@ case(
 )  # fmt: skip
 case(
     "attention by hand",
-    lambda h, w, y: (h @ (h * w).transpose(1, 2) / 2).masked_fill(torch.ones(3, 3).triu(1).bool(), -1e9).softmax(-1) @ h,
+    lambda h, w, y: (h @ (h * w).mT / 2).masked_fill(torch.ones(3, 3).triu(1).bool(), -1e9).softmax(-1) @ h,
     3, 4, w=(4,),
 )  # fmt: skip
 
@@ -399,10 +399,11 @@ for _reduction in ("mean", "sum", "none"):
         f"bce_with_logits {_reduction}",
         lambda h, w, y, r=_reduction: F.binary_cross_entropy_with_logits(h * w, (h > 0).double(), reduction=r),
     )
-    case(
-        f"kl_div {_reduction}",
-        lambda h, w, y, r=_reduction: F.kl_div((h * w).log_softmax(1), h.detach().softmax(1), reduction=r),
-    )
+    if _reduction != "mean":  # deprecated
+        case(
+            f"kl_div {_reduction}",
+            lambda h, w, y, r=_reduction: F.kl_div((h * w).log_softmax(1), h.detach().softmax(1), reduction=r),
+        )
 case("kl_div batchmean", lambda h, w, y: F.kl_div((h * w).log_softmax(1), h.detach().softmax(1), reduction="batchmean"))
 case("bce weighted", lambda h, w, y: F.binary_cross_entropy_with_logits(h * w, (h > 0).double(), pos_weight=_WEIGHTS))
 case("triplet", lambda h, w, y: F.triplet_margin_loss(h, h * w, h.detach() * 2))

@@ -124,4 +124,4 @@ def test_a_random_step_is_dense_or_refused(operations, reduced, parts, dim):
     try:
         assert_dense(step, _model, [x.t().contiguous() if dim else x], parts, dim, tolerance=1e-8)
     except RuleError as error:
-        assert "\n  at " in str(error) and ".py:" in str(error)
+        assert "\n  at " in str(error) and ".py:" in str(error)  # noqa: PT017
