@@ -135,10 +135,10 @@ def _made(call: BatchCall) -> list[BatchValue]:
 
 
 def _fills_zero(call: BatchCall) -> bool:
-    return len(call.values) < 2 and call.number("fill_value", "value") == 0
+    return len(call.values) < 2 and call.number("fill_value", "value", "s") == 0
 
 
-_FULL = frozenset("full full_like new_full fill".split())
+_FULL = frozenset("full full_like new_full fill scalar_tensor".split())
 
 
 def _counts(call: BatchCall) -> bool:
