@@ -86,7 +86,7 @@ def same_states(a: Any, b: Any, params: Sequence[Any], others: Sequence[Any], *,
                 assert value == other[key], f"{key} of parameter {i}"
 
 
-def same_as_eager(
+def train_both(
     style: str,
     build: Callable[[], nn.Module] = mlp,
     batch: Callable[[], Any] = own_batch,
@@ -105,7 +105,7 @@ def same_as_eager(
     """Train a module by the compiled step and its copy by the eager library, on other batches on each rank.
 
     Args:
-        between: called with both optimizers behind each step.
+        between: called with both optimizers behind each step; before the first one, too, with number -1.
         warm: how many eager steps, on one device, the optimizer has made before; with equal batches on all ranks.
     """
     torch.manual_seed(0)
@@ -120,6 +120,8 @@ def same_as_eager(
     other_optimizer = eager_optimizer(other, style, cls, options)
     if warm:
         load(other_optimizer, saved, style, module)
+    for each in (optimizer, other_optimizer):
+        between(-1, each)
     torch.manual_seed(1 + dist.get_rank())
     size = dist.get_world_size()
     for i in range(steps):
@@ -141,6 +143,11 @@ def same_as_eager(
         same_states(optimizer, other_optimizer, list(module.parameters()), list(other.parameters()), exact=exact)
     assert run.compiles == compiles
     return module, optimizer, other, other_optimizer, run
+
+
+def same_as_eager(style: str, *args: Any, **kwargs: Any) -> None:
+    """The law of most tests, as `train_both` says."""
+    train_both(style, *args, **kwargs)
 
 
 def load(optimizer: Any, saved: dict[str, Any], style: str, module: nn.Module) -> None:

@@ -1,0 +1,410 @@
+"""Compiled steps leave what the eager library leaves in the same world: parameters, gradients, states, random numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import FULL, every_size
+from spmd_steps import STYLES, mlp, plain_step, same_as_eager, same_modules, train_both
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardtensor as st
+
+styles = pytest.mark.parametrize("style", STYLES)
+CLASSES = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "Adam": {"lr": 0.01},
+    "AdamW": {"lr": 0.01, "amsgrad": True},
+    "Adagrad": {"lr": 0.1},
+    "Adadelta": {"lr": 1.0},
+    "RMSprop": {"lr": 0.01, "momentum": 0.9, "centered": True},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.1},
+    "Adamax": {"lr": 0.01},
+    "ASGD": {"lr": 0.1},
+    "Rprop": {"lr": 0.01},
+}
+KINDS = [(name, {}) for name in CLASSES]
+KINDS += [(name, {"foreach": True}) for name in CLASSES]
+KINDS += [(name, {"fused": True}) for name in ("SGD", "Adam", "AdamW", "Adagrad")]
+
+
+# -- optimizers
+
+
+@styles
+@pytest.mark.parametrize(("name", "how"), KINDS, ids=lambda x: x if isinstance(x, str) else next(iter(x), "loop"))
+def test_optimizers(world, name, how, style):
+    options = CLASSES[name] | how
+    if "fused" in how:
+        options.pop("amsgrad", None)
+    world(same_as_eager, 2, style=style, cls=getattr(torch.optim, name), options=options)
+
+
+def lr_falls(i, optimizer):
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+@styles
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_a_changed_learning_rate_is_used_without_compiling(world, style, name):
+    world(same_as_eager, 2, style=style, cls=getattr(torch.optim, name), options=CLASSES[name], between=lr_falls)
+
+
+def scheduled(style):
+    made: dict[int, Any] = {}
+
+    def between(i, optimizer):
+        if i < 0:
+            made[id(optimizer)] = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        else:
+            made[id(optimizer)].step()
+
+    _, optimizer, _, other, _ = train_both(style, cls=torch.optim.Adam, between=between)
+    assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"] == 0.1 * 0.5**3
+
+
+@styles
+def test_a_scheduler_steps_outside(world, style):
+    world(scheduled, 2, style=style)
+
+
+def hooked(style):
+    calls: list[tuple[int, str]] = []
+
+    def between(i, optimizer):
+        if i < 0:
+            number = len(calls)
+            calls.append((number, "made"))
+            optimizer.register_step_pre_hook(lambda *_: calls.append((number, "before")))
+            optimizer.register_step_post_hook(lambda *_: calls.append((number, "behind")))
+
+    train_both(style, between=between, steps=2)
+    assert [name for number, name in calls if number == 0] == ["made", "before", "behind", "before", "behind"]
+
+
+@styles
+def test_hooks_of_optimizers_run(world, style):
+    world(hooked, 2, style=style)
+
+
+def groups_of(module, style, named):
+    parts = [module[0], module[2]]
+    rates = ({"lr": 0.1}, {"lr": 0.01, "weight_decay": 0.1})
+    names = [[(f"{2 * i}.{name}", p) for name, p in part.named_parameters()] for i, part in enumerate(parts)]
+    return [{"params": part if named else [p for _, p in part], **rate} for part, rate in zip(names, rates, strict=True)]
+
+
+def several_groups(style):
+    from copy import deepcopy
+
+    from spmd_steps import compiled, own_batch, spread
+
+    torch.manual_seed(0)
+    module = mlp()
+    other = spread(deepcopy(module), style)
+    optimizer = torch.optim.AdamW(groups_of(module, style, False))
+    groups = groups_of(other, style, style == "fully_shard")
+    beside = torch.optim.AdamW(groups) if style == "replicate" else st.ShardedOptimizer(groups, torch.optim.AdamW)
+    run = compiled(plain_step, style)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        batch = own_batch()
+        run(module, optimizer, batch)
+        plain_step(other, beside, batch)
+        same_modules(module, other)
+    assert run.compiles == 1
+
+
+@styles
+def test_several_groups(world, style):
+    world(several_groups, 2, style=style)
+
+
+@styles
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
+def test_states_made_by_earlier_steps_are_kept(world, style, name):
+    world(same_as_eager, 2, style=style, cls=getattr(torch.optim, name), options=CLASSES[name], warm=2)
+
+
+# -- models
+
+
+def cross_entropy_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def decoder():
+    from shardtensor.cli.demo import Decoder
+
+    return Decoder(17, 8, 32, 2)
+
+
+def tokens():
+    return torch.randint(17, (2, 8)), torch.randint(17, (2, 8))
+
+
+class TinyViT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, stride=4)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.positions = nn.Parameter(torch.randn(1, 5, 8))
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x[:, 0])
+
+
+def images():
+    return torch.randn(3, 3, 8, 8), torch.randint(3, (3,))
+
+
+@every_size
+@styles
+def test_a_decoder(world, size, style):
+    world(
+        same_as_eager, size, style=style, build=decoder, batch=tokens, step=cross_entropy_step, cls=torch.optim.AdamW,
+        options={"lr": 1e-3, "fused": True},
+    )  # fmt: skip
+
+
+@every_size
+@styles
+def test_a_vision_transformer(world, size, style):
+    world(
+        same_as_eager, size, style=style, build=TinyViT, batch=images, step=cross_entropy_step, cls=torch.optim.Adam,
+        options={"lr": 1e-3},
+    )  # fmt: skip
+
+
+def bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=12, num_labels=3,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def texts():
+    from transformers import BatchEncoding
+
+    lengths = torch.randint(3, 9, (3, 1))
+    mask = (torch.arange(8) < lengths).long()
+    ids = torch.randint(31, (3, 8))
+    return BatchEncoding({"input_ids": ids, "attention_mask": mask, "labels": torch.randint(3, (3,))})
+
+
+def bert_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@styles
+def test_a_bert_with_dropout(world, style):
+    pytest.importorskip("transformers")
+    world(
+        same_as_eager, 2, style=style, build=bert, batch=texts, step=bert_step, cls=torch.optim.AdamW,
+        options={"lr": 1e-3}, timeout_s=120,
+    )  # fmt: skip
+
+
+# -- parts of steps
+
+
+class Dropped(nn.Module):
+    def __init__(self, use_reentrant=None):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.head = nn.Linear(5, 3)
+        self.use_reentrant = use_reentrant
+
+    def layer(self, i, x):
+        return F.dropout(torch.tanh(self.layers[i](x)), 0.3)
+
+    def forward(self, x):
+        for i in range(3):
+            if self.use_reentrant is None:
+                x = self.layer(i, x)
+            else:
+                x = x if x.requires_grad else x.detach().requires_grad_()
+                x = checkpoint(self.layer, i, x, use_reentrant=self.use_reentrant)
+        return self.head(F.dropout(x, 0.5))
+
+
+@every_size
+@styles
+def test_dropout(world, size, style):
+    world(same_as_eager, size, style=style, build=Dropped)
+
+
+@styles
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_with_dropout(world, style, use_reentrant):
+    world(same_as_eager, 2, style=style, build=partial(Dropped, use_reentrant))
+
+
+def noisy_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    x = batch[0] + 0.1 * torch.randn_like(batch[0])
+    kept = torch.rand(x.shape[0]) < 0.9
+    loss = ((model(x) - batch[1]).pow(2).mean(1) * kept).mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@styles
+def test_random_numbers_of_a_step(world, style):
+    world(same_as_eager, 2, style=style, step=noisy_step)
+
+
+def autocast_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.mse_loss(model(batch[0]).float(), batch[1])
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@styles
+def test_autocast(world, style):
+    world(same_as_eager, 2, style=style, step=autocast_step, exact=True)
+
+
+def clipped_step(model, optimizer, batch, clip=nn.utils.clip_grad_norm_):
+    optimizer.zero_grad()
+    loss = (model(batch[0]) - batch[1]).pow(2).mean()
+    loss.backward()
+    clip(model.parameters(), 0.1)
+    optimizer.step()
+    return loss
+
+
+def clipped_by_the_library(model, optimizer, batch):
+    return clipped_step(model, optimizer, batch, st.clip_grad_norm_)
+
+
+@styles
+def test_clipped_gradients(world, style):
+    """The norm is summed in another order."""
+    world(same_as_eager, 2, style=style, step=clipped_step, eager_step=clipped_by_the_library, exact=False)
+
+
+def accumulating_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    losses = []
+    for i in range(2):
+        loss = (model(batch[i][0]) - batch[i][1]).pow(2).mean() / 2
+        loss.backward()
+        losses.append(loss.detach())
+    optimizer.step()
+    return sum(losses)
+
+
+def accumulating_without_sync(model, optimizer, batch):
+    optimizer.zero_grad()
+    losses = []
+    for i in range(2):
+        loss = (model(batch[i][0]) - batch[i][1]).pow(2).mean() / 2
+        if i == 0 and not hasattr(model, "_fsdp_state"):
+            with st.no_sync(model):
+                loss.backward()
+        else:
+            if hasattr(model, "_fsdp_state"):
+                model.set_requires_gradient_sync(i == 1)
+            loss.backward()
+        losses.append(loss.detach())
+    optimizer.step()
+    return sum(losses)
+
+
+def two_batches():
+    return [(torch.randn(4, 5), torch.randn(4, 3)) for _ in range(2)]
+
+
+@styles
+def test_gradients_of_two_backwards_add_up(world, style):
+    world(
+        same_as_eager, 2, style=style, batch=two_batches, step=accumulating_step,
+        eager_step=accumulating_without_sync,
+    )  # fmt: skip
+
+
+def zeroing_at_the_end(model, optimizer, batch):
+    loss = (model(batch[0]) - batch[1]).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@styles
+def test_gradients_dropped_at_the_end(world, style):
+    world(same_as_eager, 2, style=style, step=zeroing_at_the_end, cls=torch.optim.Adam)
+
+
+def silent_step(model, optimizer, batch):
+    plain_step(model, optimizer, batch)
+
+
+@styles
+def test_a_step_that_returns_nothing(world, style):
+    world(same_as_eager, 2, style=style, step=silent_step)
+
+
+def frozen():
+    module = mlp()
+    module[0].requires_grad_(False)
+    return module
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def normalized():
+    return nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 3))
+
+
+@styles
+@pytest.mark.parametrize("build", [frozen, Unused, Tied, normalized])
+def test_parameters(world, style, build):
+    world(same_as_eager, 3, style=style, build=build, cls=torch.optim.Adam)
