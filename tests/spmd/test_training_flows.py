@@ -40,11 +40,11 @@ def adversarial_step(generator, critic, optimizers, real):
     noise = torch.randn_like(real)
     optimizers["critic"].zero_grad()
     fake = generator(noise).detach()
-    critic_loss = F.softplus(-critic(real)).mean() + F.softplus(critic(fake)).mean()
+    critic_loss = F.relu(1 - critic(real)).mean() + F.relu(1 + critic(fake)).mean()
     critic_loss.backward()
     optimizers["critic"].step()
     optimizers["generator"].zero_grad()
-    generator_loss = F.softplus(-critic(generator(noise))).mean()
+    generator_loss = -critic(generator(noise)).mean()
     generator_loss.backward()
     optimizers["generator"].step()
     return {"critic": critic_loss, "generator": generator_loss}
@@ -187,7 +187,7 @@ def test_eager_steps_between_compiled_ones(world, style, name):
     world(alternating, 2, style=style, name=name)
 
 
-def saved(style, folder, steps, loads, size, as_sharded=False):
+def saved(style, folder, steps, loads, ranks, as_sharded=False):
     """Train; the state is that of a run which never stopped."""
     torch.manual_seed(0)
     module = mlp()
@@ -199,7 +199,7 @@ def saved(style, folder, steps, loads, size, as_sharded=False):
     generator = torch.Generator().manual_seed(3)
     for step in range(steps):
         batch = torch.randn(12, 5, generator=generator), torch.randn(12, 3, generator=generator)
-        batch = tuple(x.chunk(size)[dist.get_rank()].clone() for x in batch)
+        batch = tuple(x.chunk(ranks)[dist.get_rank()].clone() for x in batch)
         if loads and step < 2:
             if step == 1:
                 run(module, optimizer, batch)
@@ -216,8 +216,8 @@ def saved(style, folder, steps, loads, size, as_sharded=False):
 def test_saved_and_loaded_in_another_world(world, tmp_path, style, first, second):
     """AdamW of the library: its state has names."""
     here = {"style": style, "folder": str(tmp_path / "run"), "as_sharded": True}
-    straight = world(saved, first, steps=4, loads=False, size=first, **here)[0]
-    resumed = world(saved, second, steps=4, loads=True, size=second, **here)[0]
+    straight = world(saved, first, steps=4, loads=False, ranks=first, **here)[0]
+    resumed = world(saved, second, steps=4, loads=True, ranks=second, **here)[0]
     for name, x in straight.items():
         torch.testing.assert_close(resumed[name], x, rtol=1e-4, atol=1e-5)
 
@@ -225,8 +225,8 @@ def test_saved_and_loaded_in_another_world(world, tmp_path, style, first, second
 @styles
 def test_saved_with_a_torch_optimizer(world, tmp_path, style):
     here = {"style": style, "folder": str(tmp_path / "run")}
-    straight = world(saved, 2, steps=4, loads=False, size=2, **here)[0]
-    resumed = world(saved, 3, steps=4, loads=True, size=3, **here)[0]
+    straight = world(saved, 2, steps=4, loads=False, ranks=2, **here)[0]
+    resumed = world(saved, 3, steps=4, loads=True, ranks=3, **here)[0]
     for name, x in straight.items():
         torch.testing.assert_close(resumed[name], x, rtol=1e-4, atol=1e-5)
 
