@@ -291,7 +291,7 @@ def shard_layers(module: nn.Module, mesh: Any) -> None:
 
 def _name_of(group: Group) -> str:
     process_group: Any = getattr(group, "process_group", None)
-    return "" if process_group is None else str(process_group.group_name)
+    return str(getattr(process_group, "group_name", ""))
 
 
 def _nothing(*_: torch.Tensor) -> tuple[()]:

@@ -182,9 +182,10 @@ def wrong(style, step=None, arguments=None):
     run = compiled(STEPS[step] if step else plain_step, style)
     args = ARGUMENTS[arguments](model, optimizer, batch) if arguments else (model, optimizer, batch)
     before = snapshot(model, optimizer)
-    with pytest.raises(st.ShardTensorError) as error:
-        run(*args)
-    check_unchanged(before, snapshot(model, optimizer))
+    for _ in range(2):  # the first error of a process may have another line: see below
+        with pytest.raises(st.ShardTensorError) as error:
+            run(*args)
+        check_unchanged(before, snapshot(model, optimizer))
     plain_step(model, optimizer, (torch.ones(4, 5), torch.ones(4, 3)))
     model.requires_grad_(True)
     good = compiled(plain_step, style)
@@ -210,12 +211,19 @@ def test_arguments(world, style, arguments):
     assert world(wrong, 2, style=style, arguments=arguments) == [TEXTS[arguments]] * 2
 
 
+def first_error():
+    model = mlp()
+    with pytest.raises(st.RuleError) as error:
+        compiled(reads_item, "replicate")(model, torch.optim.SGD(model.parameters()), own_batch())
+    return re.search(r"at .* in (.*)", str(error.value))[1]
+
+
 @pytest.mark.skipif(not FULL, reason="starts a process")
 @pytest.mark.xfail(reason="operations that torch runs while the first error of a process is made change the line")
 def test_the_line_of_the_first_error_of_a_process():
     pool = Pool(1)
     try:
-        assert pool(wrong, 1, style="replicate", step="reads_item") == [TEXTS["reads_item"]]
+        assert pool(first_error, 1) == ["reads_item"]
     finally:
         pool.close()
 
