@@ -206,9 +206,7 @@ CASES: dict[str, Case] = {
     "other numbers of samples": Case(
         lambda: pair(4, 3), {"pass as many samples in each": lambda: [pair(4, 4), pair(4, 4, dim=1)]}, mesh="dp=2"
     ),
-    "no samples": Case(
-        lambda: pair(0, 0), {"pass as many samples in each": lambda: pair(4, 4)}, mesh="dp=2"
-    ),
+    "no samples": Case(lambda: pair(0, 0), {"pass as many samples in each": lambda: pair(4, 4)}, mesh="dp=2"),
     "a module that has changed": Case(
         lambda: changed(resets=False), {"call reset() on the compiled step": lambda: changed(resets=True)}, mesh="dp=2"
     ),

@@ -48,7 +48,11 @@ def spread(module: nn.Module, style: str) -> nn.Module:
 
 def eager_optimizer(module: nn.Module, style: str, cls: Any, options: dict[str, Any]) -> Any:
     trained = [(name, p) for name, p in module.named_parameters()]
-    return cls([p for _, p in trained], **options) if style == "replicate" else st.ShardedOptimizer(trained, cls, **options)
+    return (
+        cls([p for _, p in trained], **options)
+        if style == "replicate"
+        else st.ShardedOptimizer(trained, cls, **options)
+    )
 
 
 def compiled(step: Callable[..., Any], style: str, **options: Any) -> Any:

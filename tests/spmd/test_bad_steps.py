@@ -140,7 +140,9 @@ ARGUMENTS = {
 
 def snapshot(model, optimizer):
     """All that a step may change."""
-    params = [(p, p.detach().clone(), p.requires_grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    params = [
+        (p, p.detach().clone(), p.requires_grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()
+    ]
     modules = [(m, type(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     hooks = [len(p._backward_hooks or {}) for p in model.parameters()]
     own = set(vars(optimizer))

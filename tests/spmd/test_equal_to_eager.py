@@ -1,4 +1,4 @@
-"""Compiled steps leave what the eager library leaves in the same world: parameters, gradients, states, random numbers."""
+"""Compiled steps leave what the eager library leaves in the same world, random numbers included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import FULL, every_size
+from harness import every_size
 from spmd_steps import STYLES, mlp, plain_step, same_as_eager, same_modules, train_both
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -99,7 +99,9 @@ def groups_of(module, style, named):
     parts = [module[0], module[2]]
     rates = ({"lr": 0.1}, {"lr": 0.01, "weight_decay": 0.1})
     names = [[(f"{2 * i}.{name}", p) for name, p in part.named_parameters()] for i, part in enumerate(parts)]
-    return [{"params": part if named else [p for _, p in part], **rate} for part, rate in zip(names, rates, strict=True)]
+    return [
+        {"params": part if named else [p for _, p in part], **rate} for part, rate in zip(names, rates, strict=True)
+    ]
 
 
 def several_groups(style):
@@ -199,7 +201,7 @@ def bert():
 
     config = BertConfig(
         vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=12, num_labels=3,
+        max_position_embeddings=12, num_labels=3, attn_implementation="eager",
     )  # fmt: skip
     return BertForSequenceClassification(config)
 
@@ -373,6 +375,114 @@ def silent_step(model, optimizer, batch):
 @styles
 def test_a_step_that_returns_nothing(world, style):
     world(same_as_eager, 2, style=style, step=silent_step)
+
+
+def by_hand(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = (model(batch[0]) - batch[1]).pow(2).mean()
+    loss.backward()
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    optimizer.step()
+    return loss
+
+
+def twice(model, optimizer, batch):
+    plain_step(model, optimizer, batch)
+    return plain_step(model, optimizer, (batch[0] * 2, batch[1]))
+
+
+def with_penalties(model, optimizer, batch):
+    optimizer.zero_grad()
+    x = batch[0].detach().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)  # of each sample
+    loss = (out - batch[1]).pow(2).mean() + slope.pow(2).mean() + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def with_closure(model, optimizer, batch):
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(batch[0]) - batch[1]).pow(2).mean()
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
+
+
+def zeroing_in_place(model, optimizer, batch):
+    optimizer.zero_grad(set_to_none=False)
+    loss = (model(batch[0]) - batch[1]).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def by_the_model(model, optimizer, batch):
+    model.zero_grad()
+    loss = (model(batch[0]) - batch[1]).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+IN_PLACE = pytest.mark.xfail(strict=True, reason="gradients that are set to zero seem to be added to")
+OTHER_STEPS = [by_hand, twice, with_penalties, with_closure, by_the_model]
+OTHER_STEPS += [pytest.param(zeroing_in_place, marks=IN_PLACE)]
+
+
+@styles
+@pytest.mark.parametrize("step", OTHER_STEPS)
+def test_other_steps(world, style, step):
+    """Penalties are summed in another order."""
+    world(same_as_eager, 2, style=style, step=step, exact=step is not with_penalties)
+
+
+LOSSES = {
+    "softplus": lambda out, y: F.softplus(out - y).mean(),
+    "binary cross entropy": lambda out, y: F.binary_cross_entropy_with_logits(out, y.sigmoid()),
+    "smooth l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "soft labels": lambda out, y: F.cross_entropy(out, y.softmax(1)),
+    "smoothed labels": lambda out, y: F.cross_entropy(out, y.argmax(1), label_smoothing=0.1),
+    "kl": lambda out, y: F.kl_div(out.log_softmax(1), y.softmax(1), reduction="batchmean"),
+    "masked attention": lambda out, y: F.scaled_dot_product_attention(
+        out[:, None], y[:, None], y[:, None], attn_mask=torch.ones(1, 1, dtype=torch.bool)
+    ).mean(),
+}
+NO_RULE = pytest.mark.xfail(strict=True, reason="there is no rule yet")
+
+
+class WithLoss(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.inner, self.loss = mlp(), loss
+
+    def forward(self, x, y):
+        return LOSSES[self.loss](self.inner(x), y)
+
+
+def loss_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = model(*batch)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(loss, marks=NO_RULE if loss in ("softplus", "binary cross entropy", "masked attention") else ())
+        for loss in LOSSES
+    ],
+)
+def test_losses(world, loss):
+    world(same_as_eager, 2, style="replicate", build=partial(WithLoss, loss), step=loss_step, exact=False)
 
 
 def frozen():

@@ -78,7 +78,11 @@ def uneven_at_the_end(style):
     run = compiled(square_step, style)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     grads = []
-    for first, second in (([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]), ([1.0, 2.0, 3.0], [10.0]), ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0])):
+    for first, second in (
+        ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]),
+        ([1.0, 2.0, 3.0], [10.0]),
+        ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]),
+    ):
         run(module, optimizer, torch.tensor([first, second][dist.get_rank()]))
         grads += whole(module.w.grad).tolist()
     return grads
@@ -93,6 +97,37 @@ def uneven_at_the_end(style):
 )
 def test_one_rank_has_a_smaller_last_batch(world, style):
     assert world(uneven_at_the_end, 2, timeout_s=8, style=style) == [[-7.0, -8.0, -7.0]] * 2
+
+
+def label_step(model, optimizer, batch, weight):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(batch[0]), batch[1], weight=weight, ignore_index=-1)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def labels_that_count(style, weighted, rows):
+    """The loss is divided by what the labels of all ranks count."""
+    torch.manual_seed(0)
+    module = nn.Linear(5, 3)
+    dense = deepcopy(module)
+    x, labels = torch.randn(8, 5), torch.tensor([0, -1, -1, -1, 1, 2, -1, 2])
+    weight = torch.tensor([1.0, 2.0, 3.0]) if weighted else None
+    batch = tuple(part.split(rows)[dist.get_rank()].clone() for part in (x, labels))
+    run = compiled(lambda model, optimizer, batch: label_step(model, optimizer, batch, weight), style)
+    loss = run(module, torch.optim.SGD(module.parameters(), lr=0.1), batch)
+    expected = label_step(dense, torch.optim.SGD(dense.parameters(), lr=0.1), (x, labels), weight)
+    torch.testing.assert_close(loss, expected.detach())
+    for p, q in zip(module.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q.grad)
+
+
+@styles
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("rows", [[4, 4], [3, 5]])
+def test_labels_that_do_not_count(world, style, weighted, rows):
+    world(labels_that_count, 2, style=style, weighted=weighted, rows=rows)
 
 
 class Weights(nn.Module):
@@ -150,6 +185,7 @@ def sent(run, *args):
         return was[name](self, *args, **kwargs)
 
     for name in SENT:
+
         def method(self, *args, _name=name, **kwargs):
             return counting(_name, self, *args, **kwargs)
 
@@ -205,7 +241,10 @@ def counted_steps(style, step, repeats, labels=False, **mode):
 )
 def test_collectives_of_replicated_parameters(world, step, labels, count):
     """One for the bucket, one for the loss, one for the number of labels that count."""
-    assert world(counted_steps, 2, style="replicate", step=step, repeats=1, labels=labels) == [{"all_reduce_async": count}] * 2
+    assert (
+        world(counted_steps, 2, style="replicate", step=step, repeats=1, labels=labels)
+        == [{"all_reduce_async": count}] * 2
+    )
 
 
 def test_collectives_of_small_buckets(world):

@@ -69,7 +69,14 @@ def train_step(model, optim, train_batch):
 
 
 def against_ddp(
-    style: str, build: Any, cls: Any, options: dict[str, Any], *, warm: bool = False, dim: int = 0, backend: str = "eager"
+    style: str,
+    build: Any,
+    cls: Any,
+    options: dict[str, Any],
+    *,
+    warm: bool = False,
+    dim: int = 0,
+    backend: str = "eager",
 ) -> None:
     torch.manual_seed(0)
     module = build()

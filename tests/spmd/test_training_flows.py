@@ -15,7 +15,6 @@ from spmd_steps import (
     STYLES,
     compiled,
     eager_optimizer,
-    load,
     mlp,
     own_batch,
     plain_step,
@@ -83,7 +82,8 @@ def adversarial(style, clears, first=False):
 
 @pytest.mark.parametrize("clears", [True, False])
 @pytest.mark.parametrize(
-    "style", [pytest.param(s, marks=pytest.mark.xfail(strict=True, reason="gradients that are dropped late")) for s in STYLES]
+    "style",
+    [pytest.param(s, marks=pytest.mark.xfail(strict=True, reason="gradients that are dropped late")) for s in STYLES],
 )
 def test_two_modules_and_two_optimizers(world, style, clears):
     """The generator's backward adds to the critic's gradients, which the next step drops; or each drops all first."""
@@ -116,7 +116,10 @@ def nested(style):
     torch.manual_seed(0)
     module = mlp()
     other = spread(deepcopy(module), style)
-    ours, theirs = torch.optim.SGD(module.parameters(), lr=0.1), eager_optimizer(other, style, torch.optim.SGD, {"lr": 0.1})
+    ours, theirs = (
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        eager_optimizer(other, style, torch.optim.SGD, {"lr": 0.1}),
+    )
     run = compiled(nested_step, style)
     torch.manual_seed(dist.get_rank())
     for _ in range(2):
@@ -127,7 +130,12 @@ def nested(style):
         expected = nested_step({"trained": [other, (theirs,)]}, batches=given, scale=0.5)
         same_modules(module, other)
         assert list(found) == ["loss", "scale", "out", "rows"]
-        assert (found["scale"], found["out"][1:], type(found["rows"]), found["rows"][0]) == (0.5, [None, "text"], Parts, 1)
+        assert (found["scale"], found["out"][1:], type(found["rows"]), found["rows"][0]) == (
+            0.5,
+            [None, "text"],
+            Parts,
+            1,
+        )
         assert torch.equal(found["out"][0], expected["out"][0])  # this rank's samples
         mean = expected["loss"].detach()
         dist.all_reduce(mean)
@@ -236,7 +244,9 @@ def saved(style, folder, steps, loads, ranks, as_sharded=False):
 
 
 @styles
-@pytest.mark.xfail(strict=True, reason="zero_grad of a ShardedOptimizer drops gradients of the parameters it was made for")
+@pytest.mark.xfail(
+    strict=True, reason="zero_grad of a ShardedOptimizer drops gradients of the parameters it was made for"
+)
 @pytest.mark.parametrize(("first", "second"), [(2, 3)] + [(3, 1), (4, 2), (1, 4)] * FULL)
 def test_saved_and_loaded_in_another_world(world, tmp_path, style, first, second):
     """With an optimizer of the library, whose state has names."""
@@ -263,7 +273,7 @@ def test_saved_with_a_torch_optimizer(world, tmp_path, style):
 
 def state_dicts(style):
     """The state of the optimizer, taken and loaded by torch's own methods between compiled steps."""
-    module, optimizer, other, beside, run = train_both(style, cls=torch.optim.Adam, steps=2)
+    module, optimizer, _, _, run = train_both(style, cls=torch.optim.Adam, steps=2)
     kept = deepcopy(optimizer.state_dict())
     weights = {name: x.clone() for name, x in module.state_dict().items()}
     batch = own_batch()
