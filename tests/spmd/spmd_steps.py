@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from harness import FULL
 from torch import nn
 
 import shardtensor as st
@@ -15,6 +17,15 @@ from shardtensor.spmd import DataParallel, compile
 from shardtensor.spmd.building import shard_layers
 
 STYLES = ("replicate", "fully_shard")
+
+
+def in_turns(items: Iterable[Any]) -> list[Any]:
+    """Items with both styles in a full run; else with one of them in turns, as parameters ``style, item``."""
+    return [
+        pytest.param(style, *item.values, marks=item.marks) if hasattr(item, "marks") else (style, item)
+        for i, item in enumerate(items)
+        for style in (STYLES if FULL else STYLES[i % 2 : i % 2 + 1])
+    ]
 
 
 def whole(x: Any) -> Any:

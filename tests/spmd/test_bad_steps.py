@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from bad_step_texts import TEXTS
 from harness import FULL, Pool
-from spmd_steps import STYLES, compiled, mlp, own_batch, plain_step, whole
+from spmd_steps import compiled, in_turns, mlp, own_batch, plain_step, whole
 from torch import nn
 
 import shardtensor as st
@@ -201,14 +201,12 @@ def marked(names, reasons):
     return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("step", marked(STEPS, {"breaks": OTHER_LINE, "replaces": NO_LINE}))
+@pytest.mark.parametrize(("style", "step"), in_turns(marked(STEPS, {"breaks": OTHER_LINE, "replaces": NO_LINE})))
 def test_steps(world, style, step):
     assert world(wrong, 2, style=style, step=step) == [TEXTS[step]] * 2
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize(("style", "arguments"), in_turns(ARGUMENTS))
 def test_arguments(world, style, arguments):
     assert world(wrong, 2, style=style, arguments=arguments) == [TEXTS[arguments]] * 2
 
@@ -307,8 +305,9 @@ FAILING = LATER | {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("change", marked([name for name in CHANGES if FULL or name not in LATER], FAILING))
+@pytest.mark.parametrize(
+    ("style", "change"), in_turns(marked([name for name in CHANGES if FULL or name not in LATER], FAILING))
+)
 def test_changes(world, style, change):
     kind = "Sequential" if style == "replicate" else "FSDPSequential"
     text = TEXTS[change].replace("{kind}", kind)

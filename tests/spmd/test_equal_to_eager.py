@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import every_size
-from spmd_steps import STYLES, mlp, plain_step, same_as_eager, same_modules, train_both
+from spmd_steps import STYLES, in_turns, mlp, plain_step, same_as_eager, same_modules, train_both
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,9 +38,11 @@ KINDS += [(name, {"fused": True}) for name in ("SGD", "Adam", "AdamW", "Adagrad"
 # -- optimizers
 
 
-@styles
-@pytest.mark.parametrize(("name", "how"), KINDS, ids=lambda x: x if isinstance(x, str) else next(iter(x), "loop"))
-def test_optimizers(world, name, how, style):
+@pytest.mark.parametrize(
+    ("style", "kind"), in_turns(KINDS), ids=lambda x: x if isinstance(x, str) else f"{x[0]}-{[*x[1], 'loop'][0]}"
+)
+def test_optimizers(world, style, kind):
+    name, how = kind
     options = CLASSES[name] | how
     if "fused" in how:
         options.pop("amsgrad", None)
@@ -267,8 +269,7 @@ def test_dropout(world, size, style):
     world(same_as_eager, size, style=style, build=Dropped)
 
 
-@styles
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(("style", "use_reentrant"), in_turns([True, False]))
 def test_checkpoints_with_dropout(world, style, use_reentrant):
     world(same_as_eager, 2, style=style, build=partial(Dropped, use_reentrant))
 
@@ -441,8 +442,7 @@ OTHER_STEPS = [by_hand, twice, with_penalties, with_closure, by_the_model]
 OTHER_STEPS += [pytest.param(zeroing_in_place, marks=IN_PLACE)]
 
 
-@styles
-@pytest.mark.parametrize("step", OTHER_STEPS)
+@pytest.mark.parametrize(("style", "step"), in_turns(OTHER_STEPS))
 def test_other_steps(world, style, step):
     """Penalties are summed in another order."""
     world(same_as_eager, 2, style=style, step=step, exact=step is not with_penalties)
@@ -520,7 +520,6 @@ def normalized():
     return nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 3))
 
 
-@styles
-@pytest.mark.parametrize("build", [frozen, Unused, Tied, normalized])
+@pytest.mark.parametrize(("style", "build"), in_turns([frozen, Unused, Tied, normalized]))
 def test_parameters(world, style, build):
     world(same_as_eager, 3, style=style, build=build, cls=torch.optim.Adam)
