@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from operator import is_
 from typing import Any
@@ -18,18 +19,27 @@ _PLAIN = (str, bytes, int, float, complex, type(None), bool, torch.dtype, torch.
 
 
 def rebuilt(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Return nested containers with `leaf` applied to everything that is no list, tuple or mapping, in order."""
+    """Return nested containers with `leaf` applied to everything that is no list, tuple, mapping or dataclass."""
     if isinstance(value, list | tuple):
         made = [rebuilt(item, leaf) for item in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     if type(value) is dict:
         return {key: rebuilt(item, leaf) for key, item in value.items()}
-    if isinstance(value, Mapping):
+    if _is_fields(value):
         copied: Any = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(copied, field.name, rebuilt(getattr(value, field.name), leaf))
+        return copied
+    if isinstance(value, Mapping):
+        copied = copy.copy(value)
         for key, item in value.items():
             copied[key] = rebuilt(item, leaf)
         return copied
     return leaf(value)
+
+
+def _is_fields(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module | Optimizer)
 
 
 @attrs.frozen(eq=False)
@@ -71,6 +81,10 @@ class Call:
                 left += reversed(list(item.values()))
             elif isinstance(item, _PLAIN):
                 key.append((type(item), item))
+            elif _is_fields(item):
+                names = [field.name for field in dataclasses.fields(item)]
+                key.append((type(item), tuple(names)))
+                left += [getattr(item, name) for name in reversed(names)]
             else:
                 if isinstance(item, nn.Module):
                     modules[id(item)] = item
@@ -136,11 +150,16 @@ class Tree:
 
     def record(self) -> None:
         """Record which tensors and modules there are, whether they train, and which parameters do."""
-        dicts = [x for module in self._modules for x in (module._parameters, module._buffers, module._modules)]
-        self._structure = [(place, list(place.values())) for place in dicts if place]
-        self.flags = self._flags()
+        self._structure = [
+            (vars(module), key, vars(module)[key], list(vars(module)[key].values()))
+            for module in self._modules
+            for key in ("_parameters", "_buffers", "_modules")
+            if vars(module)[key]
+        ]
+        self.flags = self.flags_now()
 
-    def _flags(self) -> list[bool]:
+    def flags_now(self) -> list[bool]:
+        """Return whether each module trains, and whether each parameter requires a gradient."""
         return [m.training for m in self._modules] + [h.tensor.requires_grad for h in self.held if h.is_param]
 
     def _held(self) -> Iterator[Held]:
@@ -172,19 +191,25 @@ class Tree:
         Raises:
             StaleParameterError: modules hold other tensors or submodules than recorded.
         """
-        for place, held in self._structure:
-            if len(place) != len(held) or not all(map(is_, place.values(), held)):
-                raise self._stale(place, held)
-        return self.flags == self._flags()
+        for owner, key, place, held in self._structure:
+            if owner[key] is not place or len(place) != len(held) or not all(map(is_, place.values(), held)):
+                raise self._stale(owner, owner[key], held)
+        return self.flags == self.flags_now()
 
-    def _stale(self, place: dict[str, Any], held: list[Any]) -> StaleParameterError:
-        keys = [key for key, now in place.items() if not any(now is x for x in held)] or list(place)
-        owner = next(m for m in self._modules if place in (m._parameters, m._buffers, m._modules))
+    def _stale(self, owner: dict[str, Any], place: dict[str, Any], held: list[Any]) -> StaleParameterError:
+        changed = [key for key, now in place.items() if not any(now is x for x in held)]
         names = (
-            f"{prefix}{path}" for prefix, root in self.roots.items() for path, m in root.named_modules() if m is owner
+            f"{prefix}{path}"
+            for prefix, root in self.roots.items()
+            for path, module in root.named_modules()
+            if vars(module) is owner
         )
+        facts = {
+            "module": next(names, "") or "the outermost one, or one that was removed",
+            "changed": ", ".join(changed[:8]) or "it has fewer than before",
+        }
         return StaleParameterError(
             "a module has changed since the train step was compiled",
-            {"module": next(names, "") or type(owner).__name__, "changed": ", ".join(keys[:8]) or "(removed)"},
+            facts,
             "call reset() on the compiled step: the next call compiles it for the modules as they are",
         )

@@ -105,7 +105,6 @@ class Builder:
         self.text = f"{attrs.evolve(self.mode, mesh=None)}, backend={backend}"
         self.lowered = 0
         self.last: Built | None = None
-        self._steps: dict[int, Callable[[], Any]] = {}
         self._is_seeded = False
         self._sent: set[int] = set()  # ids of tensors that all ranks hold alike
 
@@ -251,12 +250,6 @@ class Builder:
         self.lowered += is_new
         return function
 
-    def step_of(self, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Callable[[], Any]:
-        """Return the function that steps an optimizer; the same in all programs."""
-        if id(optimizer) not in self._steps:
-            self._steps[id(optimizer)] = step_of(optimizer, names)
-        return self._steps[id(optimizer)]
-
 
 class _Assembly:
     """Numbers the values that parts of the graph exchange, and compiles the parts."""
@@ -293,7 +286,6 @@ class _Assembly:
         values: dict[int, Any] = dict(self.static)
         values |= {self.batch + i: x for i, x in enumerate(self.call.tensors)}
         values |= {self.shards + i: unit.group.shard for i, unit in enumerate(self.units)}
-        names = {id(h.tensor): h.name for h in self.tree.held}
         blocks = []
         for segment in self.segments:
             inputs = [values[self.slot[x]] for x in segment.inputs]
@@ -304,7 +296,7 @@ class _Assembly:
             step, grads = None, None
             if segment.step is not None:
                 number: Any = segment.step.args[2]
-                step = self.builder.step_of(self.call.optimizers[number], names)
+                step = step_of(self.call.optimizers[number])
                 given: Any = segment.step.args[1]
                 grads = self._gradients(segment.step.meta["numbers"], given)
             places = [self.slot[x] for x in segment.inputs], [self.slot[x] for x in segment.outputs]
@@ -321,7 +313,7 @@ class _Assembly:
             self.whole.result,
             [self.slot[x] for x in returned[: self.whole.count]],
             self._gradients(self.whole.grads, returned[self.whole.count :]),
-            self.whole.adds_to_gradients,
+            [i for i in self.whole.adds_to if self.tree.held[i].tensor.requires_grad],
         )
 
     def _gradients(self, numbers: Iterable[int], nodes: Iterable[Node]) -> Gradients:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from shardtensor.comm.agree import agree
 from shardtensor.errors import RuleError, ShardTensorError
 from shardtensor.fsdp.data_mesh import DataMesh
@@ -18,12 +20,22 @@ from shardtensor.spmd.parallel_mode import DataParallel
 from shardtensor.spmd.program import Program
 
 
+@attrs.frozen(eq=False)
+class _Compiled:
+    """A program, the modules that it was compiled for, and the function that runs it."""
+
+    tree: Tree
+    program: Program
+    run: Callable[..., Any]
+
+
 class CompiledStep:
     """A train step that each rank calls on its part of the batch. Made by `compile`.
 
-    Attributes:
-        compiles: how many programs were made: one for each kind of arguments.
-        lowered: how many graphs were compiled by Inductor; a program whose graphs are in `cache_dir` compiles none.
+    Ranks may call it with kinds of arguments that differ from call to call, as in a last batch of other sizes, and from
+    rank to rank. On the CPU they compare in each call which kind each has, in an exchange of 8 bytes. On GPUs, where
+    that would wait for the device, a rank that needs another program compiles it together with all other ranks: if
+    these do not, all fail within the timeout of the group.
     """
 
     def __init__(
@@ -34,14 +46,17 @@ class CompiledStep:
         graphed: bool,
         cache_dir: Path | None,
     ) -> None:
-        self._step, self._graphed = step, graphed
+        self._graphed = graphed
         self._builder = Builder(step, mode, backend, cache_dir)
-        self._programs: dict[Any, list[tuple[Tree, Program, Callable[..., Any]]]] = {}
+        self._kinds: dict[Any, int] = {}  # numbers of the kinds of arguments that this rank has had
+        self._programs: dict[Any, _Compiled] = {}  # by the kinds of all ranks
+        self._trees: dict[Any, Tree] = {}
+        self._data: DataMesh | None = None
 
     @property
     def compiles(self) -> int:
-        """How many programs were made."""
-        return sum(map(len, self._programs.values()))
+        """How many programs were made: one for each kind of arguments."""
+        return len(self._programs)
 
     @property
     def lowered(self) -> int:
@@ -55,39 +70,61 @@ class CompiledStep:
             StaleParameterError: a module has other parameters or submodules than when the step was compiled.
         """
         call = Call.of(args, kwargs)
-        programs = self._programs.setdefault(call.key, [])
-        for tree, _, run in programs:
-            if tree.is_current():
-                return run(*call.tensors)
-        tree, program = self._compile(call)
-        run = graphed_step(program) if self._graphed else program
-        programs.append((tree, program, run))
-        return run(*call.tensors)
-
-    def _compile(self, call: Call) -> tuple[Tree, Program]:
-        self._builder.apply_plan(call)
-        data = DataMesh.of(self._builder.mode.mesh)
         fault: ShardTensorError | None = None
-        tree, samples = None, 0
+        kind, found = -1, None
         try:
-            tree, samples = Tree(call), self._builder.samples(call)
+            kind = self._kind(call)
+            found = self._programs.get(kind)
+            if found is not None:
+                found.program.check()
         except ShardTensorError as error:
             fault = error
-        held = (
-            ""
-            if tree is None
-            else "\n".join(
-                f"{h.name} {tuple(h.tensor.shape)} {h.tensor.dtype} {h.tensor.requires_grad}" for h in tree.held
-            )
-        )
-        facts = {"arguments": call.text(self._builder.mode.input_batch_dim), "parameters": held}
-        agree(data.whole, self._builder.name, facts | {"mode": self._builder.text}, fault)
+        if self._data is not None and self._data.whole.size > 1 and self._data.whole.device_type == "cpu":
+            sent = (kind if fault is None else -1).to_bytes(8, "little", signed=True)
+            kinds = tuple(int.from_bytes(x, "little", signed=True) for x in self._data.whole.exchange(sent))
+            is_alike = len(set(kinds)) == 1 and fault is None
+            found = found if is_alike else self._programs.get(kinds) if min(kinds) >= 0 else None
+            kind_of_all: Any = kind if is_alike else kinds
+        else:
+            kind_of_all = kind
+        if found is None or fault is not None:
+            found = self._programs[kind_of_all] = self._compile(call, fault)
+        return found.run(*call.tensors)
+
+    def _kind(self, call: Call) -> int:
+        """Return the number of the kind of arguments of a call.
+
+        Raises:
+            StaleParameterError: as `__call__`.
+        """
+        tree = self._trees.get(call.key)
+        if tree is None:
+            return self._kinds.setdefault((call.key, None), len(self._kinds))
+        flags = None if tree.is_current() else tuple(tree.flags_now())
+        return self._kinds.setdefault((call.key, flags), len(self._kinds))
+
+    def _compile(self, call: Call, fault: ShardTensorError | None) -> _Compiled:
+        builder = self._builder
+        if fault is None:
+            builder.apply_plan(call)
+        data = self._data = DataMesh.of(builder.mode.mesh)
+        tree, samples = None, 0
+        try:
+            if fault is None:
+                tree, samples = Tree(call), builder.samples(call)
+        except ShardTensorError as error:
+            fault = error
+        held = [] if tree is None else [f"{h.name} {tuple(h.tensor.shape)} {h.tensor.dtype}" for h in tree.held]
+        facts = {"arguments": call.text(builder.mode.input_batch_dim), "parameters": "\n".join(held)}
+        agree(data.whole, builder.name, facts | {"mode": builder.text}, fault)
         assert tree is not None, "it has no fault"
-        return tree, self._builder.program(call, tree, samples, data)
+        program = builder.program(call, tree, samples, data)
+        self._trees.setdefault(call.key, tree)
+        return _Compiled(tree, program, graphed_step(program) if self._graphed else program)
 
     def reset(self) -> None:
         """Forget all programs; the next call compiles. All ranks call it."""
-        self._programs = {}
+        self._kinds, self._programs, self._trees = {}, {}, {}
 
     def explain(self) -> Explanation:
         """Describe the program that was compiled last.

@@ -11,49 +11,55 @@ from typing import Any
 import torch
 from torch import optim
 
-from shardtensor.optim.flat_groups import FlatGroups, step_without_hooks
-from shardtensor.optim.named_params import ParamRecord
+from shardtensor.optim.flat_groups import step_without_hooks
 from shardtensor.optim.sharded_optimizer import ShardedOptimizer
-from shardtensor.optim.state import ParamState
 from shardtensor.optim.update_units import update_unit
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, wrap
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_as, local_of, wrap
 
 
-def step_of(optimizer: optim.Optimizer, names: dict[int, str]) -> Callable[[], Any]:
+def step_of(optimizer: optim.Optimizer) -> Callable[[], Any]:
     """Return the function that steps an optimizer in compiled steps.
 
-    A torch optimizer over sharded parameters whose class updates each element alone steps local tensors, those of a
-    unit as one; its state and groups stay the user's, with sharded parameters.
+    A torch optimizer over sharded parameters whose class updates each element alone steps their local tensors; its
+    state and groups stay the user's, with ShardedTensors. A `ShardedOptimizer` steps those of a unit as one.
     """
-    sharded = any(isinstance(p, ShardedTensor) for group in optimizer.param_groups for p in group["params"])
-    if isinstance(optimizer, ShardedOptimizer) or not sharded or update_unit(type(optimizer)) != "element":
+    if isinstance(optimizer, ShardedOptimizer) or update_unit(type(optimizer)) != "element":
         return optimizer.step
-    records = {
-        id(param): ParamRecord.of(names.get(id(param), str(i)), param)
-        for group in optimizer.param_groups
-        for i, param in enumerate(group["params"])
-    }
+    if not any(isinstance(param, ShardedTensor) for group in optimizer.param_groups for param in group["params"]):
+        return optimizer.step
+    return partial(optim.Optimizer.profile_hook_step(_step_local), optimizer)  # with the user's hooks around it
+
+
+@torch.no_grad()
+def _step_local(optimizer: optim.Optimizer) -> None:
+    """Step the local tensors of an optimizer's parameters. It is built anew each time: users load and change state."""
     inner = copy.copy(optimizer)
-    inner.state = defaultdict(dict)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     inner.param_groups = [
-        {**group, "params": [records[id(param)].leaf for param in group["params"]]} for group in optimizer.param_groups
+        {**group, "params": [local_of(param) for param in group["params"]]} for group in optimizer.param_groups
     ]
-    for param, own in list(optimizer.state.items()):
-        inner.state[records[id(param)].leaf] = {key: _local(value) for key, value in own.items()}
-    flats = FlatGroups(inner)
-    optimizer.state = ParamState(flats, records)  # type: ignore[assignment]
+    inner.state = defaultdict(dict)
+    for param in params:
+        own = optimizer.state.get(param)
+        if own:
+            inner.state[local_of(param)] = {key: local_of(value) for key, value in own.items()}
+    step_without_hooks(inner)
+    for param in params:
+        made = inner.state.get(local_of(param))
+        if made:
+            own = optimizer.state[param]
+            own.update({key: _shown(x, param) for key, x in made.items() if local_of(own.get(key)) is not x})
+    for group in inner.param_groups:
+        if group.get("fused"):  # its kernels do not increment versions
+            torch._C._increment_version(group["params"])
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn if no step came before them
 
-    def step(own: optim.Optimizer) -> None:
-        flats.step(own.param_groups, partial(step_without_hooks, inner))
-        for group in inner.param_groups:
-            if group.get("fused"):  # its kernels do not increment versions
-                torch._C._increment_version(group["params"])
 
-    return partial(optim.Optimizer.profile_hook_step(step), optimizer)  # with the user's hooks around it
-
-
-def _local(value: Any) -> Any:
-    return value._local if isinstance(value, ShardedTensor) else value
+def _shown(value: Any, param: Any) -> Any:
+    is_like = isinstance(value, torch.Tensor) and isinstance(param, ShardedTensor) and value.dim() > 0
+    if not is_like or value.shape != param._local.shape:
+        return value
+    return wrap(value, param._layout, None, param._group)
 
 
 @torch.no_grad()

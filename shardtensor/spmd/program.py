@@ -52,7 +52,7 @@ class Program:
         blocks: in order.
         result: what the user's function returned, with `Output`s for tensors; `outputs` are their slots.
         grads: of parameters when the step has ended.
-        adds_to_gradients: whether the step adds to gradients that parameters have before it.
+        adds_to: numbers of the parameters whose gradients from before the step it does not drop.
     """
 
     held: Sequence[torch.Tensor]
@@ -65,19 +65,17 @@ class Program:
     result: Any
     outputs: Sequence[int]
     grads: Gradients
-    adds_to_gradients: bool
+    adds_to: Sequence[int]
 
     @torch.no_grad()
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Run the step on a batch; return what the user's function returns."""
-        if self.adds_to_gradients:
-            self._check_no_gradients()
         self._drop_gradients()
         slots: list[Any] = [None] * self.slots
         for i, x in self.static.items():
             slots[i] = x
         batch, shards = self.starts
-        slots[batch : batch + len(tensors)] = tensors
+        slots[batch : batch + len(tensors)] = [x.contiguous() for x in tensors]
         for i, unit in enumerate(self.units):
             slots[shards + i] = unit.group.shard
         present = None
@@ -112,8 +110,9 @@ class Program:
         for slot, flat in grads.flats:
             self.units[flat.unit].group.gradients.attach(slots[slot], flat.used)
 
-    def _check_no_gradients(self) -> None:
-        if any(self.held[i].grad is not None for i in self.params):
+    def check(self) -> None:
+        """Raise RuleError if parameters have gradients that the step would add to."""
+        if any(self.held[i].grad is not None for i in self.adds_to):
             raise RuleError(
                 "the train step adds to gradients that are there before it, which is not compiled",
                 fix="call optimizer.zero_grad() in the step before backward, or before each call",

@@ -11,6 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from shardtensor.comm.call_site import call_site
+from shardtensor.comm.call_site import OWN, call_site
 from shardtensor.errors import RuleError, ShardTensorError
 from shardtensor.fsdp.data_parallel import reducer_of
 from shardtensor.fsdp.policy import MixedPrecisionPolicy
@@ -62,14 +63,14 @@ class Trace:
         result: what the step returned, with an `Output` for each tensor.
         count: how many results the graph returns before the gradients.
         grads: numbers of the parameters that have a gradient at the end; the graph returns these after the results.
-        adds_to_gradients: whether the step adds to gradients that parameters have before it.
+        adds_to: numbers of the parameters whose gradients from before the step it does not drop.
     """
 
     graph: fx.GraphModule
     result: Any
     count: int
     grads: list[int]
-    adds_to_gradients: bool
+    adds_to: list[int]
 
 
 @attrs.frozen
@@ -110,7 +111,7 @@ def trace_step(
     except ShardTensorError:
         raise
     except Exception as error:
-        raise _untraceable(error, sites.site) from error
+        raise _untraceable(error) from error
     for node, earlier in sites.again.items():
         _draw_again(first.graph, node, earlier)
     _mark(first.graph, tracer.in_backward)
@@ -121,7 +122,7 @@ def trace_step(
     with fx_traceback.preserve_node_meta(), mode, torch.no_grad():
         functional = make_fx(torch.func.functionalize(replay, remove="mutations"), _allow_non_fake_inputs=True)(*inputs)
     functional.graph.eliminate_dead_code()
-    return Trace(functional, tracer.result, tracer.count, tracer.grads, tracer.adds_to_gradients)
+    return Trace(functional, tracer.result, tracer.count, tracer.grads, tracer.adds_to)
 
 
 def computed_with(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,8 +241,9 @@ class _Tracer:
         self.result: Any = None
         self.count = 0
         self.grads: list[int] = []
-        self.earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.adds_to_gradients = False
+        self.earlier: dict[int, torch.Tensor] = {}  # by parameter: stands for a gradient from before the step
+        self.stepped: dict[int, torch.Tensor] = {}  # gradients that optimizers have stepped with
+        self.adds_to: list[int] = []
 
     def run(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         held, tensors = self.held, self.call.tensors
@@ -255,8 +257,7 @@ class _Tracer:
             for place, key in each.places:
                 place[key] = shown[-1]
             if each.is_param and x.requires_grad:
-                x.grad = torch.empty_like(fake)
-                self.earlier.append((x, x.grad))
+                x.grad = self.earlier[id(x)] = torch.empty_like(fake)
         self.params = own
         by_id = {id(each.tensor): x for each, x in zip(held, shown, strict=True)}
         by_id.update((id(x), fake) for x, fake in zip(tensors, batch, strict=True))
@@ -274,7 +275,10 @@ class _Tracer:
             outputs.append(leaf.detach())
             return Output(len(outputs) - 1)
 
-        self._drop_earlier()
+        for i, x in enumerate(own):
+            if x.grad is not None and x.grad is self.earlier.get(id(x)):
+                x.grad = None
+                self.adds_to.append(i)  # it is left as it is, or used
         self.result = rebuilt(returned, output)
         self.count = len(outputs)
         with torch.no_grad():
@@ -307,12 +311,11 @@ class _Tracer:
             if not accumulate_grad:  # torch.autograd.grad: a part of the forward
                 with self.sites:
                     return run_backward(*args, accumulate_grad=False, **kwargs)
-            self._drop_earlier()
             nodes, depth = self._nodes(), depth + 1
             start = len(nodes)
             while start and nodes[start - 1].target is aten.ones_like.default:  # the gradients of the losses
                 start -= 1
-            before = [x.grad for x in self.params]
+            before = [self._before_backward(x) for x in self.params]
             try:
                 with self.sites:  # autograd calls functions of checkpoints, which are the user's
                     run_backward(*args, accumulate_grad=True, **kwargs)
@@ -321,9 +324,8 @@ class _Tracer:
             if not depth:
                 self.in_backward.update(self._nodes()[start:])
                 with torch.no_grad():
-                    for i, (x, was) in enumerate(zip(self.params, before, strict=True)):
-                        if (x.grad is not None and x.grad is not was) or (x.grad is was and was is not None):
-                            x.grad = gradient(x.grad, i)
+                    for i, was in enumerate(before):
+                        self._after_backward(i, was)
             return None
 
         torch.autograd._engine_run_backward = marked
@@ -342,13 +344,29 @@ class _Tracer:
                 for key, value in before.items():
                     vars(optimizer)[key] = value
 
-    def _drop_earlier(self) -> None:
-        """Before the first backward: find out whether the step has dropped earlier gradients."""
-        for x, earlier in self.earlier:
-            if x.grad is earlier:
-                self.adds_to_gradients = True
-                x.grad = None
-        self.earlier = []
+    def _before_backward(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient that a backward adds to; None in place of one that was there before the step.
+
+        What an optimizer has stepped with is reduced already: the new gradient is added to it after its own reduction.
+        """
+        was = x.grad
+        if was is not None and (was is self.earlier.get(id(x)) or id(was) in self.stepped):
+            x.grad = None
+        return was
+
+    def _after_backward(self, number: int, was: torch.Tensor | None) -> None:
+        """Mark the gradient of a parameter where a backward has ended."""
+        x = self.params[number]
+        earlier = self.earlier.get(id(x))
+        if x.grad is None:
+            x.grad = was
+        elif was is not None and was is earlier:
+            self.adds_to.append(number)
+            x.grad = gradient(x.grad, number)
+        elif was is not None and id(was) in self.stepped:
+            x.grad = was + gradient(x.grad, number)
+        elif x.grad is not was or x.grad is not earlier:
+            x.grad = gradient(x.grad, number)
 
     def _nodes(self) -> list[Node]:
         proxies = get_proxy_mode()
@@ -361,8 +379,14 @@ class _Tracer:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise RuleError(
+                    "LBFGS evaluates the loss several times in a step, which is not compiled",
+                    {"at": self.sites.site},
+                    "train with data_parallel and LBFGS, without compile",
+                )
             listed = [local_of(x) for group in optimizer.param_groups for x in group["params"]]
-            params = [x for x in listed if x.grad is not None]
+            params = [x for x in listed if x.grad is not None and x.grad is not self.earlier.get(id(x))]
             if params:
                 with torch.no_grad():
                     grads = [x.grad for x in params]
@@ -480,16 +504,28 @@ def _draw_again(graph: fx.Graph, node: Node, earlier: Node) -> None:
     graph.erase_node(node)
 
 
-def _untraceable(error: Exception, site: str) -> RuleError:
-    name = type(error).__name__
-    if "DataDependent" in name or "GuardOnDataDependent" in name or "item()" in str(error):
+def _untraceable(error: Exception) -> RuleError:
+    site = _site_of(error)
+    text = (str(error).splitlines() or [""])[0]
+    if "DataDependent" in type(error).__name__ or "item()" in text:
         return RuleError(
             "the train step reads the value of a tensor, on which its further course depends",
-            {"at": site, "found": str(error).splitlines()[0][:200]},
+            {"at": site, "found": text[:200]},
             "compute with tensors (torch.where), or read values from what the compiled step returns",
         )
     return RuleError(
         "the train step cannot be traced",
-        {"at": site, "found": f"{name}: {(str(error).splitlines() or [''])[0][:300]}"},
+        {"at": site, "found": f"{type(error).__name__}: {text[:300]}"},
         "run it once without compile(): the error is the same, or it needs values of tensors",
     )
+
+
+def _site_of(error: Exception) -> str:
+    """Return the innermost line of the user's that an error went through."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        if not f"{trace.tb_frame.f_globals.get('__name__')}.".startswith(OWN):
+            code = trace.tb_frame.f_code
+            found = f"{Path(code.co_filename).name}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return found
