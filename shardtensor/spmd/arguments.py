@@ -49,7 +49,7 @@ class Call:
     Attributes:
         args, kwargs: as passed.
         modules, optimizers: in order, each once.
-        tensors: of the batch, in order.
+        leaves: tensors of the batch as passed, in order; `tensors` are contiguous, as programs are compiled for.
         key: equal for calls that can run the same program, as far as the arguments tell.
     """
 
@@ -57,6 +57,7 @@ class Call:
     kwargs: dict[str, Any]
     modules: list[nn.Module]
     optimizers: list[Optimizer]
+    leaves: list[torch.Tensor]
     tensors: list[torch.Tensor]
     key: tuple[Any, ...]
 
@@ -91,7 +92,8 @@ class Call:
                 elif isinstance(item, Optimizer):
                     optimizers[id(item)] = item
                 key.append(id(item))
-        return cls(args, kwargs, list(modules.values()), list(optimizers.values()), tensors, tuple(key))
+        contiguous = [x.contiguous() for x in tensors]
+        return cls(args, kwargs, list(modules.values()), list(optimizers.values()), tensors, contiguous, tuple(key))
 
     def text(self, batch_dim: int) -> str:
         """Return what all ranks must pass alike, without the number of samples."""
@@ -198,14 +200,10 @@ class Tree:
 
     def _stale(self, owner: dict[str, Any], place: dict[str, Any], held: list[Any]) -> StaleParameterError:
         changed = [key for key, now in place.items() if not any(now is x for x in held)]
-        names = (
-            f"{prefix}{path}"
-            for prefix, root in self.roots.items()
-            for path, module in root.named_modules()
-            if vars(module) is owner
-        )
+        named = ((f"{prefix}{path}", m) for prefix, root in self.roots.items() for path, m in root.named_modules())
+        names = (name or type(module).__name__ for name, module in named if vars(module) is owner)
         facts = {
-            "module": next(names, "") or "the outermost one, or one that was removed",
+            "module": next(names, "one that was removed"),
             "changed": ", ".join(changed[:8]) or "it has fewer than before",
         }
         return StaleParameterError(

@@ -114,7 +114,10 @@ class CompiledStep:
                 tree, samples = Tree(call), builder.samples(call)
         except ShardTensorError as error:
             fault = error
-        held = [] if tree is None else [f"{h.name} {tuple(h.tensor.shape)} {h.tensor.dtype}" for h in tree.held]
+        held = [
+            f"{h.name} {tuple(h.tensor.shape)} {h.tensor.dtype} {h.tensor.requires_grad}"
+            for h in ([] if tree is None else tree.held)
+        ]
         facts = {"arguments": call.text(builder.mode.input_batch_dim), "parameters": "\n".join(held)}
         agree(data.whole, builder.name, facts | {"mode": builder.text}, fault)
         assert tree is not None, "it has no fault"

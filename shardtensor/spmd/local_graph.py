@@ -72,7 +72,7 @@ def localize(
     Raises:
         RuleError: an operation does not keep its meaning on a part of the batch.
     """
-    builder = _Builder(part, mode, group_name, list(inputs), sharded, (whole.graph, doubled.graph))
+    builder = _Builder(part, mode, group_name, list(inputs), sharded, whole.count, (whole.graph, doubled.graph))
     for a, b in paired(whole.graph.graph, doubled.graph.graph):
         try:
             builder.add(a, b)
@@ -89,10 +89,11 @@ class _Builder(Operations):
         group_name: str,
         inputs: list[BatchValue],
         sharded: Set[int],
+        count: int,
         attributes: tuple[torch.nn.Module, torch.nn.Module],
     ) -> None:
         super().__init__(part, mode, group_name)
-        self.inputs, self.sharded, self.attributes = inputs, sharded, attributes
+        self.inputs, self.sharded, self.count, self.attributes = inputs, sharded, count, attributes
         self.numbers: dict[fx.Node, int] = {}  # of inputs
         self.counts: dict[fx.Node, fx.Node] = {}  # of labels that are not ignored, for losses
         self.was_backward = self.starts_backward = self.accumulates = False
@@ -111,7 +112,8 @@ class _Builder(Operations):
         elif a.op == "get_attr":
             self._constant(a, b)
         elif a.op == "output":
-            self.graph.output([self._result(x) for x in a.args[0]])  # type: ignore[union-attr]
+            outputs: Any = a.args[0]
+            self.graph.output([self._result(x, i < self.count) for i, x in enumerate(outputs)])
         else:
             self._call_function(a, b)
 
@@ -258,7 +260,9 @@ class _Builder(Operations):
             source = source.args[1] if source.target is aten.copy.default else source.args[0]
         return source.target is operator.getitem and source.args[0] in self.stepped
 
-    def _result(self, x: Any) -> Any:
+    def _result(self, x: Any, is_returned: bool) -> Any:
+        if is_returned and self.values[x].kind == FLAT:
+            raise Refused("it returns a value of which each rank has a shard: return the gradient as it is")
         return self.reductions.plain(self.new[x], self.values[x])[0] if isinstance(x, fx.Node) else x
 
     # -- lists ---------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Program:
         for i, x in self.static.items():
             slots[i] = x
         batch, shards = self.starts
-        slots[batch : batch + len(tensors)] = [x.contiguous() for x in tensors]
+        slots[batch : batch + len(tensors)] = tensors
         for i, unit in enumerate(self.units):
             slots[shards + i] = unit.group.shard
         present = None
@@ -91,7 +91,13 @@ class Program:
         if present != self.grads:
             self._drop_gradients()
             self._set_gradients(slots, self.grads)
-        return rebuilt(self.result, lambda x: slots[self.outputs[x.index]] if isinstance(x, Output) else x)
+
+        def value(x: Any) -> Any:
+            if not isinstance(x, Output):
+                return x
+            return slots[self.outputs[x.index]] if x.gradient_of is None else self.held[x.gradient_of].grad
+
+        return rebuilt(self.result, value)
 
     def _drop_gradients(self) -> None:
         for i in self.params:

@@ -75,9 +75,10 @@ class Trace:
 
 @attrs.frozen
 class Output:
-    """Output number `index` of the graph, in a result."""
+    """In a result: output number `index` of the graph, or the gradient of parameter number `gradient_of`."""
 
     index: int
+    gradient_of: int | None = None
 
 
 def trace_step(
@@ -242,11 +243,12 @@ class _Tracer:
         self.count = 0
         self.grads: list[int] = []
         self.earlier: dict[int, torch.Tensor] = {}  # by parameter: stands for a gradient from before the step
-        self.stepped: dict[int, torch.Tensor] = {}  # gradients that optimizers have stepped with
+        self.marked: dict[int, tuple[int, torch.Tensor]] = {}  # gradients, and how many steps there were before them
+        self.steps = 0
         self.adds_to: list[int] = []
 
     def run(self, *flat: torch.Tensor) -> list[torch.Tensor]:
-        held, tensors = self.held, self.call.tensors
+        held = self.held
         given, batch = flat[: len(held)], flat[len(held) :]
         own: list[torch.Tensor] = []
         shown: list[torch.Tensor] = []  # what modules and optimizers hold: ShardedTensors over some of them
@@ -260,18 +262,22 @@ class _Tracer:
                 x.grad = self.earlier[id(x)] = torch.empty_like(fake)
         self.params = own
         by_id = {id(each.tensor): x for each, x in zip(held, shown, strict=True)}
-        by_id.update((id(x), fake) for x, fake in zip(tensors, batch, strict=True))
+        by_id.update((id(x), fake) for x, fake in zip(self.call.leaves, batch, strict=True))
         for optimizer in self.call.optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [by_id[id(param)] for param in group["params"]]
         args, kwargs = rebuilt((self.call.args, self.call.kwargs), lambda x: by_id.get(id(x), x))
         with self._patched():
             returned = self.step(*args, **kwargs)
+        site = self.sites.site
         outputs: list[torch.Tensor] = []
+        grads = {id(x.grad): i for i, x in enumerate(own) if x.grad is not None}
 
         def output(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
+            if id(leaf) in grads:
+                return Output(-1, grads[id(leaf)])
             outputs.append(leaf.detach())
             return Output(len(outputs) - 1)
 
@@ -285,18 +291,19 @@ class _Tracer:
             for i, (each, x) in enumerate(zip(held, own, strict=True)):
                 now = each.places[0][0].get(each.places[0][1])
                 if now is not shown[i]:
-                    self._replaced(i, x, now)
+                    self._replaced(i, x, now, site)
                 if x.grad is not None:
                     self.grads.append(i)
                     outputs.append(x.grad)
         return outputs
 
-    def _replaced(self, i: int, was: torch.Tensor, now: Any) -> None:
+    def _replaced(self, i: int, was: torch.Tensor, now: Any, site: str) -> None:
         held = self.held[i]
         if held.is_param or not isinstance(now, torch.Tensor) or now.shape != was.shape:
             raise RuleError(
                 f"the train step replaces `{held.name}`",
-                fix="change its values in place, as with copy_()",
+                {"at": site},
+                "change its values in place, as with copy_()",
             )
         was.copy_(now)
 
@@ -347,12 +354,15 @@ class _Tracer:
     def _before_backward(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient that a backward adds to; None in place of one that was there before the step.
 
-        What an optimizer has stepped with is reduced already: the new gradient is added to it after its own reduction.
+        One from before an optimizer step is reduced already: the new gradient is added to it after its own reduction.
         """
         was = x.grad
-        if was is not None and (was is self.earlier.get(id(x)) or id(was) in self.stepped):
+        if was is not None and (was is self.earlier.get(id(x)) or self._is_reduced(was)):
             x.grad = None
         return was
+
+    def _is_reduced(self, grad: torch.Tensor) -> bool:
+        return self.marked.get(id(grad), (self.steps, grad))[0] < self.steps
 
     def _after_backward(self, number: int, was: torch.Tensor | None) -> None:
         """Mark the gradient of a parameter where a backward has ended."""
@@ -363,10 +373,12 @@ class _Tracer:
         elif was is not None and was is earlier:
             self.adds_to.append(number)
             x.grad = gradient(x.grad, number)
-        elif was is not None and id(was) in self.stepped:
+        elif was is not None and self._is_reduced(was):
             x.grad = was + gradient(x.grad, number)
-        elif x.grad is not was or x.grad is not earlier:
+        else:
             x.grad = gradient(x.grad, number)
+        if x.grad is not None and x.grad is not earlier:
+            self.marked[id(x.grad)] = self.steps, x.grad
 
     def _nodes(self) -> list[Node]:
         proxies = get_proxy_mode()
@@ -389,6 +401,7 @@ class _Tracer:
             params = [x for x in listed if x.grad is not None and x.grad is not self.earlier.get(id(x))]
             if params:
                 with torch.no_grad():
+                    self.steps += 1
                     grads = [x.grad for x in params]
                     made = stepped(params, grads, number)
                     for x, new in zip(params, made, strict=True):

@@ -134,7 +134,7 @@ StaleParameterError: a module has changed since the train step was compiled
     "removed_layer": """\
 StaleParameterError: a module has changed since the train step was compiled
   module   {kind}
-  changed  1
+  changed  it has fewer than before
   fix      call reset() on the compiled step: the next call compiles it for the modules as they are""",
     "replaced_on_one_rank": """\
 StaleParameterError: compile(plain_step): rank 1 has a fault""",

@@ -83,8 +83,6 @@ STEPS = {
         replaces, breaks, loops_over_samples, on_one_rank,
     )
 }  # fmt: skip
-OTHER_LINE = "a fault that is no operation of torch has the line of the last operation"
-NO_LINE = "it has no line"
 
 
 def no_model(model, optimizer, batch):
@@ -195,13 +193,7 @@ def wrong(style, step=None, arguments=None):
     return f"{type(error.value).__name__}: {normal(str(error.value))}"
 
 
-def marked(names, reasons):
-    """Names as parameters; those with a reason are expected to fail."""
-    marks = {name: pytest.mark.xfail(strict=True, reason=reason) for name, reason in reasons.items()}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
-
-
-@pytest.mark.parametrize(("style", "step"), in_turns(marked(STEPS, {"breaks": OTHER_LINE, "replaces": NO_LINE})))
+@pytest.mark.parametrize(("style", "step"), in_turns(list(STEPS)))
 def test_steps(world, style, step):
     assert world(wrong, 2, style=style, step=step) == [TEXTS[step]] * 2
 
@@ -280,7 +272,6 @@ CHANGES = {
         gradients_on_one_rank,
     )
 }  # fmt: skip
-WAITS = "the other rank runs its program and waits"
 
 
 def later(style, change):
@@ -298,16 +289,11 @@ def later(style, change):
     return f"{type(error.value).__name__}: {normal(str(error.value))}"
 
 
-LATER = {name: WAITS for name in ("replaced_on_one_rank", "other_batch", "gradients_on_one_rank")}
-FAILING = LATER | {
-    "replaced_second": "dicts of parameters are compared by value",
-    "removed_layer": "the dict of submodules is no more that of the module",
-}
+LATER = {"replaced_on_one_rank", "other_batch", "gradients_on_one_rank"}
+"""Faults of one rank in a later call."""
 
 
-@pytest.mark.parametrize(
-    ("style", "change"), in_turns(marked([name for name in CHANGES if FULL or name not in LATER], FAILING))
-)
+@pytest.mark.parametrize(("style", "change"), in_turns(list(CHANGES)))
 def test_changes(world, style, change):
     kind = "Sequential" if style == "replicate" else "FSDPSequential"
     text = TEXTS[change].replace("{kind}", kind)

@@ -46,7 +46,8 @@ def test_optimizers(world, style, kind):
     options = CLASSES[name] | how
     if "fused" in how:
         options.pop("amsgrad", None)
-    world(same_as_eager, 2, style=style, cls=getattr(torch.optim, name), options=options)
+    is_exact = "fused" not in how or style == "replicate"  # eager steps a unit as one tensor: vectors end elsewhere
+    world(same_as_eager, 2, style=style, cls=getattr(torch.optim, name), options=options, exact=is_exact)
 
 
 def lr_falls(i, optimizer):
@@ -73,10 +74,7 @@ def scheduled(style):
     assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"] == 0.1 * 0.5**3
 
 
-HOOKS = "the step of fully sharded parameters bypasses optimizer.step, which schedulers and hooks wrap"
-hooks = pytest.mark.parametrize(
-    "style", [STYLES[0], pytest.param(STYLES[1], marks=pytest.mark.xfail(strict=True, reason=HOOKS))]
-)
+hooks = pytest.mark.parametrize("style", [STYLES[0], STYLES[1]])
 
 
 @hooks
@@ -437,9 +435,8 @@ def by_the_model(model, optimizer, batch):
     return loss
 
 
-IN_PLACE = pytest.mark.xfail(strict=True, reason="gradients that are set to zero seem to be added to")
 OTHER_STEPS = [by_hand, twice, with_penalties, with_closure, by_the_model]
-OTHER_STEPS += [pytest.param(zeroing_in_place, marks=IN_PLACE)]
+OTHER_STEPS += [zeroing_in_place]
 
 
 @pytest.mark.parametrize(("style", "step"), in_turns(OTHER_STEPS))
@@ -460,7 +457,6 @@ LOSSES = {
         out[:, None], y[:, None], y[:, None], attn_mask=torch.ones(1, 1, dtype=torch.bool)
     ).mean(),
 }
-NO_RULE = pytest.mark.xfail(strict=True, reason="there is no rule yet")
 
 
 class WithLoss(nn.Module):
@@ -482,10 +478,7 @@ def loss_step(model, optimizer, batch):
 
 @pytest.mark.parametrize(
     "loss",
-    [
-        pytest.param(loss, marks=NO_RULE if loss in ("softplus", "binary cross entropy", "masked attention") else ())
-        for loss in LOSSES
-    ],
+    [loss for loss in LOSSES],
 )
 def test_losses(world, loss):
     world(same_as_eager, 2, style="replicate", build=partial(WithLoss, loss), step=loss_step, exact=False)

@@ -20,18 +20,6 @@ from shardtensor.spmd.building import shard_layers
 styles = pytest.mark.parametrize("style", STYLES)
 
 
-def fails(reason):
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
-STRIDES = "the graph is traced for contiguous batches"
-
-
-def fails_sharded(reason):
-    """Of both styles the second fails."""
-    return pytest.mark.parametrize("style", [STYLES[0], pytest.param(STYLES[1], marks=fails(reason))])
-
-
 def permuted_batch():
     return torch.randn(5, 3, 4).permute(2, 1, 0), torch.randn(3, 3, 4).permute(2, 1, 0)
 
@@ -53,9 +41,7 @@ def flattening_step(model, optimizer, batch):
 
 
 @styles
-@pytest.mark.parametrize(
-    "batch", [*(pytest.param(f, marks=fails(STRIDES)) for f in (permuted_batch, permuted_labels)), expanded_batch]
-)
+@pytest.mark.parametrize("batch", [permuted_batch, permuted_labels, expanded_batch])
 def test_batches_that_are_not_contiguous(world, style, batch):
     world(same_as_eager, 2, style=style, batch=batch, step=flattening_step, exact=False)
 
@@ -73,7 +59,6 @@ def half_permuted(style):
 
 
 @styles
-@fails(STRIDES)
 def test_strides_may_change(world, style):
     world(half_permuted, 2, style=style)
 
@@ -103,7 +88,6 @@ def records():
     return run.compiles
 
 
-@fails("tensors in other objects are constants of the graph, and each object has a program")
 def test_a_dataclass(world):
     assert world(records, 1) == [1]
 
@@ -150,7 +134,7 @@ def on_copies(style):
         same_modules(module, other, exact=False)
 
 
-@fails_sharded("gathers run in the group of the whole mesh; copies are not summed")
+@styles
 def test_a_mesh_of_two_axes(world, style):
     world(on_copies, 4, timeout_s=20, style=style)
 
@@ -244,7 +228,6 @@ def line_search(style):
         assert torch.equal(p, q)
 
 
-@fails("it is traced, and its step then misses the closure")
 def test_an_optimizer_that_evaluates_again_is_an_error(world):
     world(line_search, 2, style="replicate")
 
@@ -268,7 +251,7 @@ def given(style):
         assert torch.equal(whole(grad), whole(p.grad))
 
 
-@fails_sharded("a returned gradient is this rank's flat part of it")
+@styles
 def test_gradients_and_parameters_as_results(world, style):
     world(given, 2, style=style)
 
