@@ -20,11 +20,11 @@ spmd compat cli
 """.split()
 PURE = ORDER[: ORDER.index("comm")]
 
-LINES = 51_200
+LINES = 56_100
 IN_CIRCLES: dict[str, int] = {}
 DEFINED_TWICE = 23
 LATE_IMPORTS = 16
-OF_ONE_IMPORTER = 54
+OF_ONE_IMPORTER = 65
 """What there is today of each; a commit that takes some away lowers the number, and only a feature raises it."""
 
 OWN_CODE = {"broadcast_object", "custom_ops", "ported", "rrefs"}

@@ -90,7 +90,7 @@ class Operand:
 
 
 @attrs.frozen
-class Result:
+class ResultShape:
     """A tensor that an operation returns: its shape for the whole batch, and the dims that grow with the batch."""
 
     shape: Shape
@@ -148,7 +148,7 @@ class BatchCall:
         name: str,
         operands: Sequence[Operand | None],
         options: Mapping[str, Any],
-        results: Sequence[Result],
+        results: Sequence[ResultShape],
         mode: BatchMode,
         is_pointwise: bool = False,
     ) -> None:
@@ -211,7 +211,7 @@ class BatchCall:
         """Return the dim of a result that grows with the batch."""
         dims = self.results[i].batch_dims
         if len(dims) > 1:
-            raise Refused(f"a result of {shape_text(self.results[i].shape)} pairs the samples with one another")
+            raise Refused(f"a result of {sizes_text(self.results[i].shape)} pairs the samples with one another")
         return dims[0] if dims else None
 
     # -- options ------------------------------------------------------------------------------------------------------
@@ -231,23 +231,23 @@ class BatchCall:
         return next((x for x in map(self.options.get, keys) if isinstance(x, int | float | complex)), 0)  # type: ignore[return-value]
 
 
-def shape_text(shape: Shape) -> str:
+def sizes_text(shape: Shape) -> str:
     """Return a shape as text.
 
     Example:
-        >>> shape_text((2, 3)), shape_text(())
+        >>> sizes_text((2, 3)), sizes_text(())
         ('2 x 3', 'one number')
     """
     return " x ".join(map(str, shape)) or "one number"
 
 
-def viewed(value: BatchValue, shape: Shape, result: Result) -> BatchValue | None:
+def viewed(value: BatchValue, shape: Shape, result: ResultShape) -> BatchValue | None:
     """Return what a sharded value is under a view of the same elements; None if the view mixes the samples.
 
     Example:
-        >>> str(viewed(BatchValue(SHARDED, 1), (3, 8, 2), Result((24, 2), (0,))))
+        >>> str(viewed(BatchValue(SHARDED, 1), (3, 8, 2), ResultShape((24, 2), (0,))))
         'sharded dim 0 in 3 blocks'
-        >>> viewed(BatchValue(SHARDED, 0), (8, 6), Result((6, 8), (1,)))
+        >>> viewed(BatchValue(SHARDED, 0), (8, 6), ResultShape((6, 8), (1,)))
     """
     (dim,) = result.batch_dims
     before, after = prod(shape[: value.dim]), prod(shape[value.dim + 1 :])

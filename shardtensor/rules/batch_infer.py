@@ -21,8 +21,8 @@ from shardtensor.rules.batch import (
     Operand,
     ReduceFirst,
     Refused,
-    Result,
-    shape_text,
+    ResultShape,
+    sizes_text,
 )
 from shardtensor.rules.batch_exponents import PRODUCTS, RULES, VIEWS, exponents_of, rule
 from shardtensor.rules.batch_kernels import DRAWS, FILLS, KERNELS, LIKES, kernel, pointwise, unsummed
@@ -33,7 +33,7 @@ def infer(
     name: str,
     operands: Sequence[Operand | None],
     options: Mapping[str, Any],
-    results: Sequence[Result],
+    results: Sequence[ResultShape],
     mode: BatchMode,
     *,
     is_pointwise: bool = False,
@@ -54,9 +54,9 @@ def infer(
     Example:
         >>> batch = Operand(BatchValue(SHARDED, 0), (8, 4))
         >>> weight = Operand(BatchValue(), (4, 3))
-        >>> [str(v) for v in infer("mm", [batch, weight], {}, [Result((8, 3), (0,))], BatchMode())]
+        >>> [str(v) for v in infer("mm", [batch, weight], {}, [ResultShape((8, 3), (0,))], BatchMode())]
         ['sharded dim 0']
-        >>> [str(v) for v in infer("sum", [batch], {"dim": [0]}, [Result((4,))], BatchMode())]
+        >>> [str(v) for v in infer("sum", [batch], {"dim": [0]}, [ResultShape((4,))], BatchMode())]
         ['partial sum']
     """
     call = BatchCall(name, operands, options, results, mode, is_pointwise)
@@ -77,9 +77,9 @@ def _check(call: BatchCall, i: int, value: BatchValue) -> None:
     dim, shape = call.batch_dim(i), call.results[i].shape
     if value.kind == SHARDED:
         if dim != value.dim or shape[dim] % (value.outer * call.mode.samples):
-            raise Refused(f"a result of {shape_text(shape)} has no dim with the samples")
+            raise Refused(f"a result of {sizes_text(shape)} has no dim with the samples")
     elif dim is not None:
-        raise Refused(f"a result of {shape_text(shape)} depends on all samples")
+        raise Refused(f"a result of {sizes_text(shape)} depends on all samples")
 
 
 def _inferred(call: BatchCall) -> list[BatchValue]:

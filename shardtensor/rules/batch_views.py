@@ -14,7 +14,7 @@ from shardtensor.rules.batch import (
     BatchValue,
     ReduceFirst,
     Refused,
-    shape_text,
+    sizes_text,
     viewed,
 )
 from shardtensor.rules.batch_exponents import exponents_of, rule
@@ -31,7 +31,7 @@ def _view(call: BatchCall) -> list[BatchValue]:
     dim = call.batch_dim()
     if value.kind == SHARDED:
         if dim is None:
-            raise Refused(f"{shape_text(result.shape)} has no dim with the samples")
+            raise Refused(f"{sizes_text(result.shape)} has no dim with the samples")
         if call.name == "expand":
             return [value.at(value.dim + len(result.shape) - len(call.tensors[0].shape))]
         found = viewed(value, call.tensors[0].shape, result)

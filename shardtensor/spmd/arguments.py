@@ -43,7 +43,7 @@ def _is_fields(value: Any) -> bool:
 
 
 @attrs.frozen(eq=False)
-class Call:
+class StepArguments:
     """The arguments of one call.
 
     Attributes:
@@ -62,7 +62,7 @@ class Call:
     key: tuple[Any, ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments:
         """Sort the arguments of a call; takes some microseconds."""
         modules: dict[int, nn.Module] = {}
         optimizers: dict[int, Optimizer] = {}
@@ -135,7 +135,7 @@ class Tree:
         LayoutError: there is no module, or an optimizer steps a parameter that is in none.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: StepArguments) -> None:
         inner = {id(child) for module in call.modules for child in list(module.modules())[1:]}
         outer = [module for module in call.modules if id(module) not in inner]
         if not outer:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import attrs
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardtensor.comm.agree import agree
 from shardtensor.comm.group import Group, group_along
@@ -23,68 +23,26 @@ from shardtensor.fsdp.gradient_buckets import Gradient, make_buckets
 from shardtensor.fsdp.state import state_of, states_in
 from shardtensor.parallel.shard_module import PlanLike, job_of, shard_module
 from shardtensor.rules.batch import BatchMode, BatchValue
-from shardtensor.spmd.arguments import Call, Held, Tree
-from shardtensor.spmd.explain import Explanation
-from shardtensor.spmd.gathers import FlatGradient, Unit, gather_units, name_of, prefetch, reduce_scatter_gradients
+from shardtensor.spmd.arguments import Held, StepArguments, Tree
+from shardtensor.spmd.assembly import Assembly
+from shardtensor.spmd.explain import Built
+from shardtensor.spmd.gathers import FlatGradient, Unit, gather_params, group_name, prefetch, reduce_scatter_gradients
 from shardtensor.spmd.gradients import GradientBucketPlan, all_reduce_gradients
 from shardtensor.spmd.local_graph import LocalGraph, localize
 from shardtensor.spmd.lowering import (
-    Segment,
+    GraphSegment,
     drop_unused,
     eager,
-    empty_outputs,
     inductor,
-    split_at_steps,
     without_collectives,
 )
-from shardtensor.spmd.markers import STEPPED, Node
-from shardtensor.spmd.optimizers import shard_states, step_of
+from shardtensor.spmd.markers import Node
+from shardtensor.spmd.optimizers import shard_states
 from shardtensor.spmd.parallel_mode import DataParallel
-from shardtensor.spmd.program import Block, Gradients, Program
-from shardtensor.spmd.sizes import Part
-from shardtensor.spmd.tracing import Trace, trace_step
+from shardtensor.spmd.program import Program
+from shardtensor.spmd.sizes import BatchPart
+from shardtensor.spmd.tracing import Trace, trace_train_step
 from shardtensor.tensor.sharded_tensor import local_of
-
-
-@attrs.frozen(eq=False)
-class Built:
-    """A program's graph before it was split and compiled, for `explain`.
-
-    Attributes:
-        inputs: for each input of the graph, its name and a tensor like it.
-        groups: by name, those that the program sends in.
-    """
-
-    local: LocalGraph
-    part: Part
-    attributes: nn.Module
-    inputs: Sequence[tuple[str, torch.Tensor]]
-    groups: Mapping[str, Group]
-
-    def explanation(self) -> Explanation:
-        """Describe the graph."""
-        graph = self.local.graph
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode:
-            fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for _, x in self.inputs]
-            shapes = _Values(fx.GraphModule(self.attributes, graph, "explained"))
-            shapes.run(*fakes)
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        names = {node: name for node, (name, _) in zip(placeholders, self.inputs, strict=True)}
-        ranks = {name: group.size for name, group in self.groups.items()}
-        return Explanation.of(graph, self.local.values, self.part, names, shapes.found, ranks)
-
-
-class _Values(fx.Interpreter):
-    """Keeps what each node returns."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.found: dict[Node, Any] = {}
-
-    def run_node(self, n: Node) -> Any:
-        self.found[n] = super().run_node(n)
-        return self.found[n]
 
 
 class Builder:
@@ -108,7 +66,7 @@ class Builder:
         self._is_seeded = False
         self._sent: set[int] = set()  # ids of tensors that all ranks hold alike
 
-    def apply_plan(self, call: Call) -> None:
+    def apply_plan(self, call: StepArguments) -> None:
         """Shard the module as the plan says, if the mode is a plan; the data axes of its mesh are the data ranks.
 
         Collective, once. Raises the errors of `shard_module`, and LayoutError if there are several modules.
@@ -127,7 +85,7 @@ class Builder:
         data = job.fsdp_config.data if job.fsdp_config is not None else ()
         self.mode = DataParallel(mesh=group_along(job.group, data) if data else job.group.subgroup([job.group.rank]))
 
-    def samples(self, call: Call) -> int:
+    def samples(self, call: StepArguments) -> int:
         """Return the number of this rank's samples.
 
         Raises:
@@ -144,17 +102,17 @@ class Builder:
             )
         return least
 
-    def program(self, call: Call, tree: Tree, samples: int, data: DataMesh) -> Program:
+    def program(self, call: StepArguments, tree: Tree, samples: int, data: DataMesh) -> Program:
         """Return the program for a call. Collective over the data ranks."""
         counts = [int.from_bytes(x, "little") for x in data.whole.exchange(samples.to_bytes(8, "little"))]
         total, start = sum(counts), list(accumulate(counts, initial=0))[data.whole.index]
-        part = Part(samples, total, start, len(counts), len(set(counts)) == 1)
+        part = BatchPart(samples, total, start, len(counts), len(set(counts)) == 1)
         mode = BatchMode(self.mode.reduce_op == "mean", total)
         fault: ShardTensorError | None = None
         text = ""
         try:
-            whole = trace_step(self.step, call, tree.held, self.mode.input_batch_dim, (total, samples))
-            doubled = trace_step(self.step, call, tree.held, self.mode.input_batch_dim, (2 * total, samples))
+            whole = trace_train_step(self.step, call, tree.held, self.mode.input_batch_dim, (total, samples))
+            doubled = trace_train_step(self.step, call, tree.held, self.mode.input_batch_dim, (2 * total, samples))
             local = self._localized(call, tree, whole, doubled, part, mode, data)
             text = hashlib.sha256(_text(whole.graph.graph).encode()).hexdigest()
         except ShardTensorError as error:
@@ -166,12 +124,19 @@ class Builder:
         return self._lowered(call, tree, whole, local, part, mode, data)
 
     def _localized(
-        self, call: Call, tree: Tree, whole: Trace, doubled: Trace, part: Part, mode: BatchMode, data: DataMesh
+        self,
+        call: StepArguments,
+        tree: Tree,
+        whole: Trace,
+        doubled: Trace,
+        part: BatchPart,
+        mode: BatchMode,
+        data: DataMesh,
     ) -> LocalGraph:
         dim = self.mode.input_batch_dim
         inputs = [BatchValue() for _ in tree.held]
         inputs += [BatchValue("sharded", dim) if x.dim() > dim else BatchValue() for x in call.tensors]
-        return localize(whole, doubled, part, mode, name_of(data.whole), inputs, self._sharded(tree))
+        return localize(whole, doubled, part, mode, group_name(data.whole), inputs, self._sharded(tree))
 
     def _sharded(self, tree: Tree) -> set[int]:
         """Return the numbers of parameters that are fully sharded, or will be."""
@@ -184,7 +149,14 @@ class Builder:
     # -- collectives of parameters and gradients ----------------------------------------------------------------------
 
     def _lowered(
-        self, call: Call, tree: Tree, whole: Trace, local: LocalGraph, part: Part, mode: BatchMode, data: DataMesh
+        self,
+        call: StepArguments,
+        tree: Tree,
+        whole: Trace,
+        local: LocalGraph,
+        part: BatchPart,
+        mode: BatchMode,
+        data: DataMesh,
     ) -> Program:
         graph = local.graph
         drop_unused(graph)  # what nothing needs gathers no parameters
@@ -193,7 +165,7 @@ class Builder:
         if self._sharded(tree):
             units = self._units(call, tree)
             flats = reduce_scatter_gradients(graph, units, part, mode)
-            gather_units(graph, units)
+            gather_params(graph, units)
             prefetch(graph)
             tree.record()
         inside = {i for unit in units for i in unit.params}
@@ -201,14 +173,14 @@ class Builder:
         support = getattr(data.whole, "support", None)
         has_avg = support is None or "avg" in support.ops
         buckets = _buckets(tree.held, inside, data.whole, self.mode.bucket_mib)
-        all_reduce_gradients(graph, buckets, part, mode, name_of(data.whole), has_avg)
-        named = {name_of(group): group for group in _groups(data, units)}
+        all_reduce_gradients(graph, buckets, part, mode, group_name(data.whole), has_avg)
+        named = {group_name(group): group for group in _groups(data, units)}
         without_collectives(graph, {name for name, group in named.items() if group.size == 1})
         inputs = [(h.name, local_of(h.tensor)) for i, h in enumerate(tree.held) if i not in inside]
         inputs += [(f"batch {i}", x) for i, x in enumerate(call.tensors)]
         inputs += [(f"shard of {unit.name or 'the root'}", unit.group.shard) for unit in units]
         self.last = Built(local, part, whole.graph, inputs, named)
-        return _Assembly(self, call, tree, whole, graph, units, flats, named).program()
+        return Assembly(partial(self._function, named), call, tree, whole, graph, units, flats).program()
 
     @torch.no_grad()
     def _send_values(self, held: Iterable[Held], group: Group) -> None:
@@ -218,7 +190,7 @@ class Builder:
                 self._sent.add(id(each.tensor))
                 group.broadcast(local_of(each.tensor).detach())
 
-    def _units(self, call: Call, tree: Tree) -> list[Unit]:
+    def _units(self, call: StepArguments, tree: Tree) -> list[Unit]:
         """Fully shard the modules, unless some are, and return all parameter groups."""
         numbers = {id(held.tensor): i for i, held in enumerate(tree.held)}
         is_sharded = any(True for root in tree.roots.values() for _ in states_in(root))
@@ -238,8 +210,8 @@ class Builder:
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
-    def function(
-        self, segment: Segment, attributes: nn.Module, inputs: Sequence[torch.Tensor], groups: dict[str, Group]
+    def _function(
+        self, groups: dict[str, Group], segment: GraphSegment, attributes: nn.Module, inputs: Sequence[torch.Tensor]
     ) -> Callable[..., Sequence[torch.Tensor]]:
         """Return the function of a part of the graph."""
         if not any(node.op == "call_function" for node in segment.graph.nodes):
@@ -249,91 +221,6 @@ class Builder:
         function, is_new = inductor(segment, attributes, inputs, self.cache_dir)
         self.lowered += is_new
         return function
-
-
-class _Assembly:
-    """Numbers the values that parts of the graph exchange, and compiles the parts."""
-
-    def __init__(
-        self,
-        builder: Builder,
-        call: Call,
-        tree: Tree,
-        whole: Trace,
-        graph: fx.Graph,
-        units: list[Unit],
-        flats: dict[Node, FlatGradient],
-        groups: dict[str, Group],
-    ) -> None:
-        self.builder, self.call, self.tree, self.whole, self.graph = builder, call, tree, whole, graph
-        self.units, self.flats, self.groups = units, flats, groups
-        self.segments = split_at_steps(graph, list(flats))
-        inside = {i for unit in units for i in unit.params}
-        held = [h.tensor for h in tree.held]
-        self.static: dict[int, Any] = {i: local_of(x) for i, x in enumerate(held) if i not in inside}
-        self.batch, self.shards = len(held), len(held) + len(call.tensors)
-        placed = [*self.static, *range(self.batch, self.shards + len(units))]
-        self.slot = dict(zip((n for n in graph.nodes if n.op == "placeholder"), self._in_order(placed), strict=True))
-        for segment in self.segments:
-            for node in segment.outputs:
-                self.slot.setdefault(node, self.shards + len(units) + len(self.slot))
-
-    def _in_order(self, placed: list[int]) -> list[int]:
-        """Inputs of the graph: held tensors outside of units, the batch, shards."""
-        return placed
-
-    def program(self) -> Program:
-        values: dict[int, Any] = dict(self.static)
-        values |= {self.batch + i: x for i, x in enumerate(self.call.tensors)}
-        values |= {self.shards + i: unit.group.shard for i, unit in enumerate(self.units)}
-        blocks = []
-        for segment in self.segments:
-            inputs = [values[self.slot[x]] for x in segment.inputs]
-            function = self.builder.function(segment, self.whole.graph, inputs, self.groups)
-            if segment is not self.segments[-1]:
-                made = empty_outputs(segment, self.whole.graph, inputs)
-                values |= {self.slot[x]: empty for x, empty in zip(segment.outputs, made, strict=True)}
-            step, grads = None, None
-            if segment.step is not None:
-                number: Any = segment.step.args[2]
-                step = step_of(self.call.optimizers[number])
-                given: Any = segment.step.args[1]
-                grads = self._gradients(segment.step.meta["numbers"], given)
-            places = [self.slot[x] for x in segment.inputs], [self.slot[x] for x in segment.outputs]
-            blocks.append(Block(function, *places, grads, step))
-        returned: Any = next(node for node in self.graph.nodes if node.op == "output").args[0]
-        return Program(
-            [h.tensor for h in self.tree.held],
-            [i for i, h in enumerate(self.tree.held) if h.is_param],
-            self.units,
-            self.static,
-            (self.batch, self.shards),
-            max(self.slot.values(), default=0) + 1,
-            blocks,
-            self.whole.result,
-            [self.slot[x] for x in returned[: self.whole.count]],
-            self._gradients(self.whole.grads, returned[self.whole.count :]),
-            [i for i in self.whole.adds_to if self.tree.held[i].tensor.requires_grad],
-        )
-
-    def _gradients(self, numbers: Iterable[int], nodes: Iterable[Node]) -> Gradients:
-        """Return where gradients are: in one flat tensor for a unit, if all of its gradients are parts of it."""
-        parts: dict[Node, list[tuple[int, Node]]] = {}
-        alone = []
-        for number, node in zip(numbers, nodes, strict=True):
-            flat: Any = node.args[0].args[0] if getattr(node.target, "__name__", "") == "getitem" else None
-            if flat in self.flats:
-                parts.setdefault(flat, []).append((number, node))
-            else:
-                alone.append((number, self.slot[node]))
-        flats = []
-        for flat, found in parts.items():
-            gradient = self.flats[flat]
-            if len(found) == sum(gradient.used):
-                flats.append((self.slot[flat], gradient))
-            else:
-                alone += [(number, self.slot[node]) for number, node in found]
-        return Gradients(tuple(alone), tuple(flats))
 
 
 def _buckets(held: Sequence[Held], inside: set[int], group: Group, bucket_mib: float) -> list[GradientBucketPlan]:
@@ -383,6 +270,3 @@ def _groups(data: DataMesh, units: Iterable[Unit]) -> Iterable[Group]:
 
 def _nothing(*_: torch.Tensor) -> tuple[()]:
     return ()
-
-
-__all__ = ["STEPPED", "Builder", "Built"]

@@ -13,7 +13,7 @@ from shardtensor.errors import RuleError, ShardTensorError
 from shardtensor.fsdp.data_mesh import DataMesh
 from shardtensor.optim.graphs import graphed_step
 from shardtensor.parallel.shard_module import PlanLike
-from shardtensor.spmd.arguments import Call, Tree
+from shardtensor.spmd.arguments import StepArguments, Tree
 from shardtensor.spmd.building import Builder
 from shardtensor.spmd.explain import Explanation
 from shardtensor.spmd.parallel_mode import DataParallel
@@ -69,7 +69,7 @@ class CompiledStep:
         Raises:
             StaleParameterError: a module has other parameters or submodules than when the step was compiled.
         """
-        call = Call.of(args, kwargs)
+        call = StepArguments.of(args, kwargs)
         fault: ShardTensorError | None = None
         kind, found = -1, None
         try:
@@ -91,7 +91,7 @@ class CompiledStep:
             found = self._programs[kind_of_all] = self._compile(call, fault)
         return found.run(*call.tensors)
 
-    def _kind(self, call: Call) -> int:
+    def _kind(self, call: StepArguments) -> int:
         """Return the number of the kind of arguments of a call.
 
         Raises:
@@ -103,7 +103,7 @@ class CompiledStep:
         flags = None if tree.is_current() else tuple(tree.flags_now())
         return self._kinds.setdefault((call.key, flags), len(self._kinds))
 
-    def _compile(self, call: Call, fault: ShardTensorError | None) -> _Compiled:
+    def _compile(self, call: StepArguments, fault: ShardTensorError | None) -> _Compiled:
         builder = self._builder
         if fault is None:
             builder.apply_plan(call)

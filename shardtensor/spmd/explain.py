@@ -7,12 +7,15 @@ from typing import Any
 
 import attrs
 import torch
-from torch import fx
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardtensor.comm.group import Group
 from shardtensor.cost.profile import Profile, received_share, seconds
 from shardtensor.rules.batch import BatchValue
+from shardtensor.spmd.local_graph import LocalGraph
 from shardtensor.spmd.markers import Node
-from shardtensor.spmd.sizes import Part
+from shardtensor.spmd.sizes import BatchPart
 
 c10d: Any = torch.ops._c10d_functional
 _KINDS = {
@@ -55,7 +58,7 @@ class Explanation:
         sent: the collectives, in order.
     """
 
-    part: Part
+    part: BatchPart
     rows: Sequence[tuple[str, str, str]]
     sent: Sequence[Sent]
 
@@ -64,7 +67,7 @@ class Explanation:
         cls,
         graph: fx.Graph,
         values: Mapping[Node, BatchValue],
-        part: Part,
+        part: BatchPart,
         inputs: Mapping[Node, str],
         shapes: Mapping[Node, torch.Tensor],
         ranks: Mapping[str, int],
@@ -104,6 +107,47 @@ class Explanation:
         widths = [max((len(row[i]) for row in self.rows), default=0) for i in (0, 1)]
         head = f"samples {part.start} to {part.start + part.own - 1} of {part.total}, on one of {part.ranks} ranks"
         return "\n".join([head, *(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in self.rows)])
+
+
+@attrs.frozen(eq=False)
+class Built:
+    """A program's graph before it was split and compiled, for `explain`.
+
+    Attributes:
+        inputs: for each input of the graph, its name and a tensor like it.
+        groups: by name, those that the program sends in.
+    """
+
+    local: LocalGraph
+    part: BatchPart
+    attributes: nn.Module
+    inputs: Sequence[tuple[str, torch.Tensor]]
+    groups: Mapping[str, Group]
+
+    def explanation(self) -> Explanation:
+        """Describe the graph."""
+        graph = self.local.graph
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode:
+            fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for _, x in self.inputs]
+            shapes = _Values(fx.GraphModule(self.attributes, graph, "explained"))
+            shapes.run(*fakes)
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        names = {node: name for node, (name, _) in zip(placeholders, self.inputs, strict=True)}
+        ranks = {name: group.size for name, group in self.groups.items()}
+        return Explanation.of(graph, self.local.values, self.part, names, shapes.found, ranks)
+
+
+class _Values(fx.Interpreter):
+    """Keeps what each node returns."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[Node, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        self.found[n] = super().run_node(n)
+        return self.found[n]
 
 
 def _name(node: Node) -> str:

@@ -17,7 +17,7 @@ from shardtensor.mesh import ranks_text
 from shardtensor.rules.batch import BatchMode
 from shardtensor.spmd.gradients import Inserter, are_averaged, gradient_factor, position, rounds
 from shardtensor.spmd.markers import STEPPED, Node
-from shardtensor.spmd.sizes import Part
+from shardtensor.spmd.sizes import BatchPart
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
@@ -59,13 +59,13 @@ class Unit:
     name: str
 
 
-def name_of(group: Group) -> str:
+def group_name(group: Group) -> str:
     """Return torch's name of a group; of another one, its ranks."""
     name = getattr(getattr(group, "process_group", None), "group_name", None)
     return f"ranks {ranks_text(group.ranks)}" if name is None else str(name)
 
 
-def gather_units(graph: fx.Graph, units: Sequence[Unit]) -> list[Node]:
+def gather_params(graph: fx.Graph, units: Sequence[Unit]) -> list[Node]:
     """Replace the inputs for parameters of units by one flat shard for each unit, and gather these before use.
 
     Forward, backward and what follows an optimizer step gather anew, unless the unit stays gathered. Returns the new
@@ -164,7 +164,7 @@ class _Gathers:
             part = made.call(aten._to_copy.default, part, dtype=group.compute_dtype)
         ranks = group.data_mesh.shard.size
         if ranks > 1:
-            started = made.call(c10d.all_gather_into_tensor.default, part, ranks, name_of(group.data_mesh.shard))
+            started = made.call(c10d.all_gather_into_tensor.default, part, ranks, group_name(group.data_mesh.shard))
             started.meta["unit"] = self.unit.name
             part = made.call(c10d.wait_tensor.default, started)
         sizes = group.bucket.ranges.all_cuts()
@@ -214,7 +214,7 @@ def prefetch(graph: fx.Graph) -> None:
 
 
 def reduce_scatter_gradients(
-    graph: fx.Graph, units: Sequence[Unit], part: Part, mode: BatchMode
+    graph: fx.Graph, units: Sequence[Unit], part: BatchPart, mode: BatchMode
 ) -> dict[Node, FlatGradient]:
     """Replace gradients by this rank's flat shards of their averages, as soon as those of a unit are computed.
 
@@ -241,7 +241,7 @@ def _reduce_scattered(
     unit: Unit,
     markers: Sequence[Node | None],
     place: Mapping[Node, int],
-    part: Part,
+    part: BatchPart,
     mode: BatchMode,
 ) -> Node:
     group = unit.group
@@ -277,14 +277,14 @@ def _reduce_scattered(
     summed: Any = packed
     if group.data_mesh.shard.size > 1:
         ranks = group.data_mesh.shard.size
-        name = name_of(group.data_mesh.reduce)
+        name = group_name(group.data_mesh.reduce)
         summed = made.call(c10d.reduce_scatter_tensor.default, packed, "sum", ranks, name)
     late = Inserter(graph, first.prev)
     if summed is not packed:
         summed = late.call(c10d.wait_tensor.default, summed)
     replicas = group.data_mesh.replicate
     if replicas is not None and replicas.size > 1:
-        sent = late.call(c10d.all_reduce.default, summed, "sum", name_of(replicas))
+        sent = late.call(c10d.all_reduce.default, summed, "sum", group_name(replicas))
         summed = late.call(c10d.wait_tensor.default, sent)
     scale = 1 / group.gradients.divisor if averages else 1.0
     if scale != 1:

@@ -13,7 +13,7 @@ from torch import fx
 
 from shardtensor.rules.batch import PARTIAL, BatchMode, BatchValue
 from shardtensor.spmd.markers import GRADIENT, Node
-from shardtensor.spmd.sizes import Part
+from shardtensor.spmd.sizes import BatchPart
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
@@ -35,7 +35,7 @@ class GradientBucketPlan:
 
 
 def all_reduce_gradients(
-    graph: fx.Graph, buckets: Sequence[GradientBucketPlan], part: Part, mode: BatchMode, group: str, has_avg: bool
+    graph: fx.Graph, buckets: Sequence[GradientBucketPlan], part: BatchPart, mode: BatchMode, group: str, has_avg: bool
 ) -> None:
     """Replace gradients by their averages (or sums) over the ranks.
 
@@ -87,7 +87,7 @@ def all_reduce_gradients(
             graph.erase_node(marker)
 
 
-def gradient_factor(value: BatchValue, part: Part, mode: BatchMode) -> Any:
+def gradient_factor(value: BatchValue, part: BatchPart, mode: BatchMode) -> Any:
     """Return what this rank's gradient is multiplied with before the sum over ranks."""
     factor = part.share**value.share
     if mode.averages and value.degree:  # of a loss that is a sum over samples
@@ -95,7 +95,7 @@ def gradient_factor(value: BatchValue, part: Part, mode: BatchMode) -> Any:
     return factor if value.kind == PARTIAL else factor / part.ranks
 
 
-def are_averaged(values: Sequence[BatchValue], part: Part, mode: BatchMode) -> bool:
+def are_averaged(values: Sequence[BatchValue], part: BatchPart, mode: BatchMode) -> bool:
     """Return whether the reduced gradients are the averages of the ranks' ones: the same on all ranks."""
     is_equal = part.is_even or not any(value.share for value in values)  # of a rank's own share no other rank knows
     return is_equal and all(gradient_factor(value, part, mode) * part.ranks == 1 for value in values)

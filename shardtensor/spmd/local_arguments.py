@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from shardtensor.rules.batch import Refused
-from shardtensor.spmd.sizes import Part, growth, mapped, plain
+from shardtensor.spmd.sizes import BatchPart, growth, map_pairs, plain
 
 _SIZES = frozenset(
     "size shape sizes repeats input_sizes input_size N n stride split_size split_sizes output_size end "
@@ -24,7 +24,7 @@ def given_arguments(node: fx.Node) -> dict[str, Any]:
     return defaults | dict(zip([x.name for x in listed], node.args, strict=False)) | dict(node.kwargs)
 
 
-def local_number(node: fx.Node, key: str, whole: Any, doubled: Any, part: Part) -> Any:
+def local_number(node: fx.Node, key: str, whole: Any, doubled: Any, part: BatchPart) -> Any:
     """Return a number, or nested ones, for this rank; `whole` and `doubled` are those of the two traces.
 
     Raises:
@@ -45,7 +45,7 @@ def local_number(node: fx.Node, key: str, whole: Any, doubled: Any, part: Part) 
             raise Refused(f"the number {x} is neither a part of the batch size nor independent of it")
         return size
 
-    return mapped(one, whole, doubled)
+    return map_pairs(one, whole, doubled)
 
 
 def local_power(node: fx.Node, key: str, whole: Any, doubled: Any) -> int:

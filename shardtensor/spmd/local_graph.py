@@ -25,12 +25,12 @@ from shardtensor.rules.batch import (
     Operand,
     OperandFirst,
     Refused,
-    shape_text,
+    sizes_text,
 )
 from shardtensor.rules.batch_infer import infer
 from shardtensor.spmd.local_operations import Operations
 from shardtensor.spmd.markers import CHECKS, GRADIENT, STEPPED
-from shardtensor.spmd.sizes import Part, mapped, paired, where
+from shardtensor.spmd.sizes import BatchPart, map_pairs, paired, where
 from shardtensor.spmd.tracing import Trace
 
 aten: Any = torch.ops.aten
@@ -56,7 +56,7 @@ class LocalGraph:
 def localize(
     whole: Trace,
     doubled: Trace,
-    part: Part,
+    part: BatchPart,
     mode: BatchMode,
     group_name: str,
     inputs: Sequence[BatchValue],
@@ -84,7 +84,7 @@ def localize(
 class _Builder(Operations):
     def __init__(
         self,
-        part: Part,
+        part: BatchPart,
         mode: BatchMode,
         group_name: str,
         inputs: list[BatchValue],
@@ -147,7 +147,7 @@ class _Builder(Operations):
         """A tensor made from numbers: the one of the whole batch, unless it has an element for each sample."""
         x, y = (operator.attrgetter(str(n.target))(m) for n, m in zip((a, b), self.attributes, strict=True))
         if x.shape != y.shape:
-            raise Refused(f"a tensor of {shape_text(tuple(x.shape))} numbers is made from the batch size")
+            raise Refused(f"a tensor of {sizes_text(tuple(x.shape))} numbers is made from the batch size")
         a.meta.setdefault("val", x)
         b.meta.setdefault("val", y)
         self.keep(a, self.graph.get_attr(str(a.target)), BatchValue())
@@ -284,7 +284,7 @@ class _Builder(Operations):
                 found += infer(own, operands, options, [result], self.mode, is_pointwise=name != "norm")
             except OperandFirst:
                 raise Refused("it takes a list of values that are not reduced") from None
-        local = mapped(lambda x, _: self.new[x] if isinstance(x, fx.Node) else x, list(a.args), list(b.args))
+        local = map_pairs(lambda x, _: self.new[x] if isinstance(x, fx.Node) else x, list(a.args), list(b.args))
         self.keep(a, self.call(a.target, local, dict(a.kwargs)), found)
 
 
@@ -318,7 +318,7 @@ def _refusal(a: fx.Node, why: str, builder: _Builder) -> RuleError:
     for i, x in enumerate(a.all_input_nodes[:6]):
         value = builder.values.get(x)
         if isinstance(value, BatchValue):
-            facts[f"operand {i}"] = f"{shape_text(tuple(x.meta['val'].shape))}, {value}"
+            facts[f"operand {i}"] = f"{sizes_text(tuple(x.meta['val'].shape))}, {value}"
     return RuleError(
         f"a part of the batch is not enough: {why}",
         facts,

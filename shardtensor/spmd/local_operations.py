@@ -20,7 +20,7 @@ from shardtensor.rules.batch import (
     OperandFirst,
     ReduceFirst,
     Refused,
-    Result,
+    ResultShape,
     ScaleFirst,
     SplitFirst,
 )
@@ -29,7 +29,7 @@ from shardtensor.rules.batch_kernels import DRAWS
 from shardtensor.spmd.decompositions import decomposition, traced
 from shardtensor.spmd.local_arguments import clamped, given_arguments, local_number, local_power
 from shardtensor.spmd.reductions import Reductions
-from shardtensor.spmd.sizes import Part, batch_dims, paired
+from shardtensor.spmd.sizes import BatchPart, batch_dims, paired
 
 aten: Any = torch.ops.aten
 _SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
@@ -47,7 +47,7 @@ class Operations:
         stepped: optimizer steps -> the parameters that they change.
     """
 
-    def __init__(self, part: Part, mode: BatchMode, group_name: str) -> None:
+    def __init__(self, part: BatchPart, mode: BatchMode, group_name: str) -> None:
         self.part, self.mode, self.group_name = part, mode, group_name
         self.graph = fx.Graph()
         self.reductions = Reductions(self.graph, part, mode, group_name)
@@ -187,13 +187,13 @@ class Operations:
                 else:
                     changed[needed.operand] = self.reductions.weighed(node, value)
 
-    def results(self, a: fx.Node) -> list[Result]:
+    def results(self, a: fx.Node) -> list[ResultShape]:
         whole, doubled = a.meta["val"], self.twin[a].meta["val"]
         pairs = zip(whole, doubled, strict=True) if is_list(a) else [(whole, doubled)]
         return [
-            Result(tuple(x.shape), batch_dims(x, y), x.is_floating_point() or x.is_complex())
+            ResultShape(tuple(x.shape), batch_dims(x, y), x.is_floating_point() or x.is_complex())
             if isinstance(x, torch.Tensor)
-            else Result(())
+            else ResultShape(())
             for x, y in pairs
         ]
 

@@ -26,7 +26,7 @@ _EFFECTS = {GRADIENT, STEPPED, aten.copy_.default, *CHECKS}
 
 
 @attrs.frozen(eq=False)
-class Segment:
+class GraphSegment:
     """A part of the graph, between optimizer steps.
 
     Attributes:
@@ -41,7 +41,7 @@ class Segment:
     step: Node | None
 
 
-def split_at_steps(graph: fx.Graph, also: Sequence[Node] = ()) -> list[Segment]:
+def split_at_steps(graph: fx.Graph, also: Sequence[Node] = ()) -> list[GraphSegment]:
     """Split a graph behind each part that ends with an optimizer step.
 
     Args:
@@ -96,7 +96,7 @@ def _start_early(graph: fx.Graph) -> None:
                 sent.append(node)
 
 
-def _segment(nodes: list[Node], inputs: list[Node], outputs: list[Node], step: Node | None) -> Segment:
+def _segment(nodes: list[Node], inputs: list[Node], outputs: list[Node], step: Node | None) -> GraphSegment:
     graph = fx.Graph()
     new: dict[Node, Node] = {}
     kept = []
@@ -109,10 +109,10 @@ def _segment(nodes: list[Node], inputs: list[Node], outputs: list[Node], step: N
     for node in nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
     graph.output([new[node] for node in outputs])
-    return Segment(graph, kept, outputs, step)
+    return GraphSegment(graph, kept, outputs, step)
 
 
-def eager(segment: Segment, attributes: torch.nn.Module, groups: Mapping[str, Group]) -> Function:
+def eager(segment: GraphSegment, attributes: torch.nn.Module, groups: Mapping[str, Group]) -> Function:
     """Return a function that runs the operations of a segment one by one, with collectives of these groups, by name.
 
     Collectives of other groups, of layers that are sharded over other axes, are torch's.
@@ -176,7 +176,9 @@ _COLLECTIVES: dict[Any, Callable[..., Any]] = {
 }
 
 
-def empty_outputs(segment: Segment, attributes: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def empty_outputs(
+    segment: GraphSegment, attributes: torch.nn.Module, inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Return tensors like the outputs of a segment, with undefined values: the compiler reads sizes and strides."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
@@ -196,7 +198,7 @@ def without_collectives(graph: fx.Graph, names: Set[str]) -> None:
 
 
 def inductor(
-    segment: Segment, attributes: torch.nn.Module, inputs: Sequence[torch.Tensor], folder: Path | None
+    segment: GraphSegment, attributes: torch.nn.Module, inputs: Sequence[torch.Tensor], folder: Path | None
 ) -> tuple[Function, bool]:
     """Return the segment compiled by Inductor, and whether it was compiled now: not if `folder` has it."""
     path = None if folder is None else folder / f"{_digest(segment, inputs)}.bin"
@@ -215,7 +217,7 @@ def inductor(
     return made, True
 
 
-def _digest(segment: Segment, inputs: Sequence[torch.Tensor]) -> str:
+def _digest(segment: GraphSegment, inputs: Sequence[torch.Tensor]) -> str:
     """Return a key of a compiled segment: its operations, its inputs, and the versions that compiled it."""
     kinds = [(tuple(x.shape), x.stride(), str(x.dtype), str(x.device)) for x in inputs]
     gpu = torch.cuda.get_device_name() if any(x.is_cuda for x in inputs) else ""

@@ -28,7 +28,7 @@ class Gradients:
 
 
 @attrs.frozen(eq=False)
-class Block:
+class ProgramPart:
     """A part of the graph: what it reads and writes, by slot, and the optimizer step behind it, with its gradients."""
 
     function: Callable[..., Sequence[torch.Tensor]]
@@ -61,7 +61,7 @@ class Program:
     static: Mapping[int, torch.Tensor]
     starts: tuple[int, int]
     slots: int
-    blocks: Sequence[Block]
+    blocks: Sequence[ProgramPart]
     result: Any
     outputs: Sequence[int]
     grads: Gradients

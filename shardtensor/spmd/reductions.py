@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from shardtensor.rules.batch import PARTIAL, REPLICATED, BatchMode, BatchValue
-from shardtensor.spmd.sizes import Part, plain
+from shardtensor.spmd.sizes import BatchPart, plain
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
@@ -29,7 +29,7 @@ class Reductions:
         degree: of the loss whose backward runs: 1 if it is a sum over samples, and else 0.
     """
 
-    def __init__(self, graph: fx.Graph, part: Part, mode: BatchMode, group_name: str) -> None:
+    def __init__(self, graph: fx.Graph, part: BatchPart, mode: BatchMode, group_name: str) -> None:
         self.graph, self.part, self.mode, self.group_name = graph, part, mode, group_name
         self.described: dict[fx.Node, BatchValue] = {}
         self.custom: dict[str, Any] = {}

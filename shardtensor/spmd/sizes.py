@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 @attrs.frozen
-class Part:
+class BatchPart:
     """This rank's part of the batch: `own` of `total` samples, from number `start` on, of `ranks` ranks."""
 
     own: int
@@ -95,10 +95,10 @@ def _differs(node: fx.Node) -> RuleError:
     )
 
 
-def mapped(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+def map_pairs(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     """Return nested arguments with `function` applied to the pairs of what is no list, tuple or slice."""
     if isinstance(a, list | tuple):
-        return [mapped(function, x, y) for x, y in zip(a, b, strict=True)]
+        return [map_pairs(function, x, y) for x, y in zip(a, b, strict=True)]
     return function(a, b)
 
 

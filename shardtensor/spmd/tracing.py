@@ -8,6 +8,7 @@ class itself runs when the graph does, with the hyperparameters of that time.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,17 +24,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 
-from shardtensor.comm.call_site import OWN, call_site
+from shardtensor.comm.call_site import call_site
 from shardtensor.errors import RuleError, ShardTensorError
 from shardtensor.fsdp.data_parallel import reducer_of
-from shardtensor.fsdp.policy import MixedPrecisionPolicy
-from shardtensor.fsdp.state import state_of
-from shardtensor.spmd.arguments import Call, Held, rebuilt
+from shardtensor.spmd.arguments import Held, StepArguments, rebuilt
 from shardtensor.spmd.markers import Node, gradient, stepped
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of, wrap
-from shardtensor.tensor.trees import cast_floats
+from shardtensor.spmd.restored import compiling, computed_with, restored, shown_over
+from shardtensor.spmd.sites import Sites, draw_again, mark_sites, site_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 aten: Any = torch.ops.aten
 _DECOMPOSED: Any = get_decompositions(
@@ -81,8 +80,8 @@ class Output:
     gradient_of: int | None = None
 
 
-def trace_step(
-    step: Callable[..., Any], call: Call, held: Sequence[Held], batch_dim: int, factor: tuple[int, int]
+def trace_train_step(
+    step: Callable[..., Any], call: StepArguments, held: Sequence[Held], batch_dim: int, factor: tuple[int, int]
 ) -> Trace:
     """Trace a step with `factor` (numerator, denominator) times as many samples as the batch has.
 
@@ -94,15 +93,15 @@ def trace_step(
     with mode:
         inputs = [_like(computed_with(each.tensor)) for each in held]
         inputs += [_resized(x, batch_dim, factor) for x in call.tensors]
-    sites = _Sites()
+    sites = Sites()
     tracer = _Tracer(step, call, held, sites)
     try:
         is_parallel = any(isinstance(each.tensor, ShardedTensor) for each in held) or any(
             reducer_of(module) is not None for root in call.modules for module in root.modules()
         )
         with (
-            _restored(call, held),
-            _compiling(is_parallel),
+            restored(call, held),
+            compiling(is_parallel),
             sites.random_states(),
             fx_traceback.preserve_node_meta(),
             mode,
@@ -114,8 +113,8 @@ def trace_step(
     except Exception as error:
         raise _untraceable(error) from error
     for node, earlier in sites.again.items():
-        _draw_again(first.graph, node, earlier)
-    _mark(first.graph, tracer.in_backward)
+        draw_again(first.graph, node, earlier)
+    mark_sites(first.graph, tracer.in_backward)
 
     def replay(*flat: torch.Tensor) -> Any:
         return fx.Interpreter(first).run(*flat)
@@ -124,38 +123,6 @@ def trace_step(
         functional = make_fx(torch.func.functionalize(replay, remove="mutations"), _allow_non_fake_inputs=True)(*inputs)
     functional.graph.eliminate_dead_code()
     return Trace(functional, tracer.result, tracer.count, tracer.grads, tracer.adds_to)
-
-
-def computed_with(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without memory like the one that a rank computes with: unsharded, or the part on this rank.
-
-    It is that of a parameter's gradient, too.
-    """
-    if not isinstance(tensor, ShardedTensor):
-        return tensor
-    group, i = _unit_of(tensor)
-    if group is None:
-        return tensor._local
-    return torch.empty(group.shapes[i], dtype=group.compute_dtype, device=group.device)
-
-
-def _unit_of(tensor: ShardedTensor) -> tuple[Any, int]:
-    """Return the parameter group of a fully sharded parameter, and its number there; None without one."""
-    group: Any = tensor._param_group
-    if group is None:
-        return None, -1
-    return group, next(i for i, other in enumerate(group.sharded_params) if other is tensor)
-
-
-def _around(tensor: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """Return what modules hold for a parameter while they run, over its leaf."""
-    if not isinstance(tensor, ShardedTensor):
-        return leaf
-    group, i = _unit_of(tensor)
-    if group is None:
-        return wrap(leaf, tensor._layout, tensor._spec, tensor._group)
-    tp_spec = group.params_info[i].tp_spec
-    return leaf if tp_spec is None else tp_spec.around(leaf)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,73 +137,8 @@ def _resized(x: torch.Tensor, dim: int, factor: tuple[int, int]) -> torch.Tensor
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
-class _Sites(TorchFunctionMode):
-    """Records the user's line for each operation, and which random numbers are drawn again.
-
-    A checkpoint restores the state of the generator before it runs a part of the forward again. A draw from a state
-    that an earlier draw was from has the same numbers, so its node is replaced by the earlier one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.site = ""
-        self.again: dict[Node, Node] = {}
-        self._place = 0  # how many draws there were before the state of the generator
-        self._drawn: dict[int, Node] = {}
-        self._counted: set[Node] = set()
-        self._places: dict[int, tuple[torch.Tensor, int]] = {}  # of states that were read
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.site = call_site(sys._getframe(1))
-        fx_traceback.current_meta["custom"] = {"where": self.site}
-        proxies = get_proxy_mode()
-        if proxies is None:
-            return func(*args, **(kwargs or {}))
-        end = proxies.tracer.graph._root
-        before = end.prev
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:  # a checkpoint ends its second run by an exception
-            self._count_draws(before, end)
-
-    def _count_draws(self, before: Node, end: Node) -> None:
-        node = before.next
-        while node is not end:
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node not in self._counted:
-                self._counted.add(node)
-                if self._place in self._drawn:
-                    self.again[node] = self._drawn[self._place]
-                else:
-                    self._drawn[self._place] = node
-                self._place += 1
-            node = node.next
-
-    @contextlib.contextmanager
-    def random_states(self) -> Iterator[None]:
-        """Follow the states of the generators that the step reads and restores; leave them as they are."""
-        owners = [torch, torch.random, torch.cuda, torch.cuda.random]
-        was = [(owner, owner.get_rng_state, owner.set_rng_state) for owner in owners]
-
-        def get(*_: Any, **__: Any) -> torch.Tensor:
-            with torch._C.DisableTorchFunction():
-                state = torch.ByteTensor(8)
-            self._places[id(state)] = state, self._place
-            return state
-
-        def put(state: torch.Tensor, *_: Any, **__: Any) -> None:
-            self._place = self._places[id(state)][1]
-
-        try:
-            for owner in owners:
-                owner.get_rng_state, owner.set_rng_state = get, put  # type: ignore[attr-defined]
-            yield
-        finally:
-            for owner, getter, setter in was:
-                owner.get_rng_state, owner.set_rng_state = getter, setter  # type: ignore[attr-defined]
-
-
 class _Tracer:
-    def __init__(self, step: Callable[..., Any], call: Call, held: Sequence[Held], sites: _Sites) -> None:
+    def __init__(self, step: Callable[..., Any], call: StepArguments, held: Sequence[Held], sites: Sites) -> None:
         self.step, self.call, self.held, self.sites = step, call, held, sites
         self.in_backward: set[Node] = set()
         self.result: Any = None
@@ -255,7 +157,7 @@ class _Tracer:
         for each, fake in zip(held, given, strict=True):
             x = nn.Parameter(fake, each.tensor.requires_grad) if each.is_param else fake
             own.append(x)
-            shown.append(_around(each.tensor, x))
+            shown.append(shown_over(each.tensor, x))
             for place, key in each.places:
                 place[key] = shown[-1]
             if each.is_param and x.requires_grad:
@@ -269,7 +171,8 @@ class _Tracer:
         args, kwargs = rebuilt((self.call.args, self.call.kwargs), lambda x: by_id.get(id(x), x))
         with self._patched():
             returned = self.step(*args, **kwargs)
-        site = self.sites.site
+        code = getattr(inspect.unwrap(self.step), "__code__", None)
+        site = "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}"
         outputs: list[torch.Tensor] = []
         grads = {id(x.grad): i for i, x in enumerate(own) if x.grad is not None}
 
@@ -426,99 +329,8 @@ def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
             x.grad = torch.zeros_like(x.grad)
 
 
-@contextlib.contextmanager
-def _compiling(is_on: bool) -> Iterator[None]:
-    """Let layers that are sharded over other axes send by functional collectives, which a trace records."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = before or is_on
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-
-
-@contextlib.contextmanager
-def _restored(call: Call, held: Sequence[Held]) -> Iterator[None]:
-    """Put the user's tensors, classes and hyperparameters back; raise if the step changed hyperparameters."""
-    places = [(place, key, each.tensor) for each in held for place, key in each.places]
-    groups = [(o, [(group, dict(group), list(group["params"])) for group in o.param_groups]) for o in call.optimizers]
-    modules = {id(m): m for module in call.modules for m in module.modules()}
-    classes = [(m, type(m)) for m in modules.values()]
-    training = [(m, m.training) for m in modules.values()]
-    states = {id(o): o.state for o in call.optimizers}
-    handles: list[Any] = []
-    for module, kind in classes:
-        state = state_of(module)
-        if state is not None:  # the graph gathers its parameters; what remains of its call are the casts of its policy
-            module.__class__ = kind.__mro__[2]
-            handles += _casts(module, state.policy)
-    changed: list[str] = []
-    try:
-        yield
-    finally:
-        for place, key, tensor in places:
-            place[key] = tensor
-        for handle in handles:
-            handle.remove()
-        for module, kind in classes:
-            module.__class__ = kind
-        for module, was in training:
-            module.training = was
-        for optimizer, listed in groups:
-            optimizer.state = states[id(optimizer)]
-            for group, before, params in listed:
-                now = {key: value for key, value in group.items() if key != "params"}
-                changed += [key for key, value in now.items() if value is not before.get(key)]
-                group.clear()
-                group.update(before)
-                group["params"] = params
-    if changed:
-        raise RuleError(
-            f"the train step changes hyperparameters of an optimizer: {', '.join(sorted(set(changed)))}",
-            {"because": "it is traced once, so later steps would not change them"},
-            "call the scheduler after the compiled step: its new values are used without compiling again",
-        )
-
-
-def _casts(module: nn.Module, policy: MixedPrecisionPolicy) -> Iterator[Any]:
-    """Cast inputs and outputs of a module as a policy of `fully_shard` says."""
-    inputs, outputs = policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
-    if inputs is not None:
-        yield module.register_forward_pre_hook(
-            lambda _, args, kwargs: cast_floats((args, kwargs), inputs), with_kwargs=True
-        )
-    if outputs is not None:
-        yield module.register_forward_hook(lambda _, args, output: cast_floats(output, outputs))
-
-
-def _mark(graph: fx.Graph, in_backward: set[Node]) -> None:
-    """Give each node the user's line, and those of backward the line of the forward that they belong to."""
-    sites: dict[Any, str] = {}
-    for node in graph.nodes:
-        where = (node.meta.get("custom") or {}).get("where", "")
-        number = node.meta.get("seq_nr")
-        if node in in_backward:
-            where = sites.get(number, where)
-        elif number is not None and where:
-            sites[number] = where
-        node.meta["custom"] = {"where": where, "backward": node in in_backward}
-
-
-def _draw_again(graph: fx.Graph, node: Node, earlier: Node) -> None:
-    """Let a draw of the same random numbers return those of the earlier one."""
-    if len(earlier.target._schema.returns) > 1:
-        node.replace_all_uses_with(earlier)
-        graph.erase_node(node)
-        return
-    with graph.inserting_after(earlier):  # later operations may write to the drawn tensor
-        kept = graph.call_function(aten.clone.default, (earlier,))
-    kept.meta = dict(earlier.meta)
-    node.replace_all_uses_with(kept)
-    graph.erase_node(node)
-
-
 def _untraceable(error: Exception) -> RuleError:
-    site = _site_of(error)
+    site = site_of(error)
     text = (str(error).splitlines() or [""])[0]
     if "DataDependent" in type(error).__name__ or "item()" in text:
         return RuleError(
@@ -531,14 +343,3 @@ def _untraceable(error: Exception) -> RuleError:
         {"at": site, "found": f"{type(error).__name__}: {text[:300]}"},
         "run it once without compile(): the error is the same, or it needs values of tensors",
     )
-
-
-def _site_of(error: Exception) -> str:
-    """Return the innermost line of the user's that an error went through."""
-    found, trace = "", error.__traceback__
-    while trace is not None:
-        if not f"{trace.tb_frame.f_globals.get('__name__')}.".startswith(OWN):
-            code = trace.tb_frame.f_code
-            found = f"{Path(code.co_filename).name}:{trace.tb_lineno} in {code.co_name}"
-        trace = trace.tb_next
-    return found

@@ -182,7 +182,7 @@ def refuse_partial_write(target: Any, name: str) -> None:
         )
 
 
-def explain(error: Exception, func: Any, operands: Any) -> None:
+def explain_error(error: Exception, func: Any, operands: Any) -> None:
     """Raise RuleError in place of `error` if its cause is known: an active transform or tracer, or a DTensor."""
     found = next((x for x in tree_leaves(operands) if is_dtensor(x)), None)
     if found is not None:

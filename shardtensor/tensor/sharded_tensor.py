@@ -233,7 +233,7 @@ class ShardedTensor(MetadataMethods, torch.Tensor):  # type: ignore[override, mi
                 return handler(*args, **kwargs) if kwargs else handler(*args)
             return dispatch.HANDLERS[dispatch.ANY_OTHER](func, args, kwargs or {})
         except (RuntimeError, TypeError) as error:
-            dispatch.explain(error, func, (args, kwargs))
+            dispatch.explain_error(error, func, (args, kwargs))
             raise
 
     @classmethod

@@ -11,6 +11,7 @@ from torch import nn
 from fixes.case import Case, mlp
 from shardtensor.fsdp import fully_shard
 from shardtensor.fsdp.data_parallel import data_parallel
+from shardtensor.parallel.shard_module import shard_module
 from shardtensor.spmd import DataParallel, compile
 
 X = torch.ones(2, 4)
@@ -154,7 +155,54 @@ def dropping_outside() -> None:
         step(model, optimizer, X)
 
 
+def of_two(sharded: bool) -> None:
+    """A plan and two modules."""
+    plan = {"0.weight": "replicate"}
+    model, head = mlp(), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    if sharded:
+        shard_module(model, plan)
+    mode = DataParallel() if sharded else plan
+    compile(lambda model, head, *rest: good(nn.Sequential(model, head), *rest), parallel_mode=mode, backend="eager")(
+        model, head, optimizer, X
+    )
+
+
+def evaluating(model: Any, optimizer: Any, x: Any) -> None:
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def again(compiles: bool) -> None:
+    """An optimizer that evaluates the loss again."""
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    if compiles:
+        compile(evaluating, backend="eager")(model, optimizer, X)
+    else:
+        data_parallel(model)
+        evaluating(model, optimizer, X)
+
+
 CASES: dict[str, Case] = {
+    "no such backend": Case(
+        lambda: compile(good, backend="none"),  # type: ignore[arg-type]
+        {'backend="inductor"': lambda: compile(good, backend="inductor")},
+        mesh="dp=2",
+    ),
+    "a plan for two modules": Case(
+        lambda: of_two(sharded=False), {"call shard_module(module, plan) for each": lambda: of_two(sharded=True)}, 2
+    ),
+    "LBFGS": Case(
+        lambda: again(compiles=True),
+        {"train with data_parallel and LBFGS": lambda: again(compiles=False)},
+        mesh="dp=2",
+    ),
     "nothing to explain": Case(
         lambda: compile(good, backend="eager").explain(),
         {"call it once, then explain it": lambda: run(good).explain()},

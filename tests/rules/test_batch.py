@@ -15,7 +15,7 @@ from shardtensor.rules.batch import (
     Operand,
     ReduceFirst,
     Refused,
-    Result,
+    ResultShape,
     ScaleFirst,
     SplitFirst,
     WeighFirst,
@@ -32,7 +32,7 @@ WEIGHT = Operand(BatchValue(), (6,))
 SUM = Operand(BatchValue(PARTIAL, degree=1, of_batch=True), (6,))
 MEAN = Operand(BatchValue(PARTIAL, share=1, of_batch=True), (6,))
 LARGEST = Operand(BatchValue(PARTIAL, power=float("inf"), of_batch=True), (6,))
-ROWS, ROW = Result((N, 6), (0,)), Result((6,))
+ROWS, ROW = ResultShape((N, 6), (0,)), ResultShape((6,))
 ELEMENTWISE = {"is_pointwise": True}
 
 
@@ -71,7 +71,7 @@ def test_shares_and_degrees_of_partial_values(name, operands, options, result, s
 def test_degrees_of_products_quotients_and_of_what_is_neither_a_sum_nor_a_mean():
     total = Operand(BatchValue(degree=1, of_batch=True), ())
     average = Operand(BatchValue(of_batch=True), ())
-    number = Result(())
+    number = ResultShape(())
     assert one("mul", [total, total], {}, number, **ELEMENTWISE).degree == 2
     assert one("div", [BATCH, total], {}, ROWS, **ELEMENTWISE).degree == -1
     assert one("clamp", [total], {"min": 1}, number, **ELEMENTWISE).degree == 1
@@ -119,12 +119,24 @@ def test_gradients_of_weights_alone_are_weighed_before_they_are_added_to_those_o
     [
         ("sort", [BATCH], {"dim": 0}, ROWS, "dim 0 has the samples, and the operation needs the whole dim"),
         ("select", [BATCH], {"dim": 0, "index": 0}, ROW, "it takes one of the samples"),
-        ("view", [Operand(BatchValue(SHARDED, 1), (6, N))], {}, Result((N, 6), (0,)), "has no dim with the samples"),
-        ("view", [Operand(BatchValue(SHARDED, 1), (3, N, 2))], {}, Result((N, 2, 3), (0,)), "no dim with the samples"),
-        ("mm", [BATCH, Operand(BatchValue(SHARDED, 1), (6, N))], {}, Result((N, N), (0, 1)), "in different dims"),
+        (
+            "view",
+            [Operand(BatchValue(SHARDED, 1), (6, N))],
+            {},
+            ResultShape((N, 6), (0,)),
+            "has no dim with the samples",
+        ),
+        (
+            "view",
+            [Operand(BatchValue(SHARDED, 1), (3, N, 2))],
+            {},
+            ResultShape((N, 2, 3), (0,)),
+            "no dim with the samples",
+        ),
+        ("mm", [BATCH, Operand(BatchValue(SHARDED, 1), (6, N))], {}, ResultShape((N, N), (0, 1)), "in different dims"),
         ("slice", [Operand(BatchValue(), (9, 6))], {"dim": 0}, ROWS, "a result of 4 x 6 depends on all samples"),
-        ("linspace", [], {}, Result((N,), (0,)), "`linspace` makes values of all samples"),
-        ("eye", [], {}, Result((N, N), (0, 1)), "a result of 4 x 4 pairs the samples with one another"),
+        ("linspace", [], {}, ResultShape((N,), (0,)), "`linspace` makes values of all samples"),
+        ("eye", [], {}, ResultShape((N, N), (0, 1)), "a result of 4 x 4 pairs the samples with one another"),
         ("svd", [BATCH], {}, ROWS, "there is no rule for `svd`"),
     ],
 )
@@ -136,18 +148,18 @@ def test_what_is_refused(name, operands, options, result, text):
 
 def test_views_keep_blocks_of_samples():
     x = Operand(BatchValue(SHARDED, 1), (3, N, 2))
-    flat = one("view", [x], {}, Result((3 * N, 2), (0,)))
+    flat = one("view", [x], {}, ResultShape((3 * N, 2), (0,)))
     assert str(flat) == "sharded dim 0 in 3 blocks"
-    assert one("view", [Operand(flat, (3 * N, 2))], {}, Result((3, N, 2), (1,))) == BatchValue(
+    assert one("view", [Operand(flat, (3 * N, 2))], {}, ResultShape((3, N, 2), (1,))) == BatchValue(
         SHARDED, 1, of_batch=True
     )
 
 
 def test_what_is_the_same_for_each_sample_has_no_blocks():
-    ones = Operand(one("ones", [], {}, Result((3 * N, 2), (0,))), (3 * N, 2))
+    ones = Operand(one("ones", [], {}, ResultShape((3 * N, 2), (0,))), (3 * N, 2))
     blocks = Operand(BatchValue(SHARDED, 0, 3), (3 * N, 2))
-    assert one("mul", [ones, blocks], {}, Result((3 * N, 2), (0,)), **ELEMENTWISE).outer == 3
-    assert one("view", [ones], {}, Result((3, N, 2), (1,))).dim == 1
+    assert one("mul", [ones, blocks], {}, ResultShape((3 * N, 2), (0,)), **ELEMENTWISE).outer == 3
+    assert one("view", [ones], {}, ResultShape((3, N, 2), (1,))).dim == 1
 
 
 def test_values_as_text():

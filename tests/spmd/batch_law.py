@@ -123,4 +123,4 @@ def refusal(
 def collectives(function: CompiledStep) -> list[str]:
     """Return the names of the collectives of a compiled step."""
     targets = {c10d.all_reduce.default: "all_reduce", c10d.broadcast.default: "broadcast"}
-    return [targets[node.target] for node in function.graphs[0].graph.nodes if node.target in targets]
+    return [targets[node.target] for node in function._builder.last.local.graph.nodes if node.target in targets]

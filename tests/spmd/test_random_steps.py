@@ -117,7 +117,7 @@ def _model() -> nn.Module:
     parts=st.lists(st.integers(1, 3), min_size=2, max_size=3),
     dim=st.integers(0, 1),
 )
-@examples(600)
+@examples(200)
 def test_a_random_step_is_dense_or_refused(operations, reduced, parts, dim):
     step = _step([(*operation, one, two) for operation, one, two in operations], reduced, dim)
     x = torch.randn(sum(parts), 6, generator=torch.Generator().manual_seed(2), dtype=torch.double)
