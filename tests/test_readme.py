@@ -31,7 +31,7 @@ PAGES = [
     "shardtensor/fsdp/METHODS.md",
     "shardtensor/compat/DIFFERENCES.md",
 ]
-MLP, SHARDED, ZERO, PLANS, TENSORS, SAVED = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+MLP, SHARDED, ZERO, COMPILED, PLANS, TENSORS, SAVED = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 MODULES, FLOWS, RULES, LAYER, OPERATIONS = re.findall(r"```python\n(.*?)```", LAYERS, re.DOTALL)
 
 
@@ -79,6 +79,27 @@ def tensors() -> tuple:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_tensors_are_what_the_comments_say(world, size):
     assert world(tensors, size) == [((8, 6), (8 // size, 6))] * size
+
+
+def compiled(is_dense: bool) -> list[list[float]]:
+    torch.manual_seed(0)
+    program = COMPILED
+    if is_dense:
+        program = "\n".join(line for line in program.splitlines() if not line.startswith(("@compile", "print")))
+    names = _run(program)
+    return [
+        p.full_tensor().tolist() if isinstance(p, shardtensor.ShardedTensor) else p.tolist()
+        for p in names["model"].parameters()
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_compiled_step_is_that_of_one_process(world, size, capsys):
+    """All ranks have equal parts of the batch, so the mean is that of one part."""
+    dense = compiled(is_dense=True)
+    for found in world(compiled, size, is_dense=False):
+        for a, b in zip(found, dense, strict=True):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-5, atol=1e-6)
 
 
 def layouts() -> None:
