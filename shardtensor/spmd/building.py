@@ -42,7 +42,7 @@ from shardtensor.spmd.parallel_mode import DataParallel
 from shardtensor.spmd.program import Program
 from shardtensor.spmd.sizes import BatchPart
 from shardtensor.spmd.tracing import Trace, trace_train_step
-from shardtensor.tensor.sharded_tensor import local_of
+from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
 
 
 class Builder:
@@ -101,6 +101,19 @@ class Builder:
                 f"pass as many samples in each; dim {dim} has them, or DataParallel(..., input_batch_dim=d)",
             )
         return least
+
+    def check(self, tree: Tree, data: DataMesh) -> None:
+        """Raise LayoutError if data ranks have different parts of a parameter that is in no unit: experts."""
+        for held in tree.held:
+            x = held.tensor
+            if not isinstance(x, ShardedTensor) or x._param_group is not None or x._layout.is_replicated:
+                continue
+            if len(set(x._group.ranks) & set(data.whole.ranks)) > 1:
+                raise LayoutError(
+                    f"`{held.name}` is cut along the data axis, so each rank has gradients for all ranks' samples",
+                    {"spec": str(x.sharding_spec()), "data ranks": ", ".join(map(str, data.whole.ranks))},
+                    "train with data_parallel, which knows such parameters, without compile",
+                )
 
     def program(self, call: StepArguments, tree: Tree, samples: int, data: DataMesh) -> Program:
         """Return the program for a call. Collective over the data ranks."""

@@ -112,6 +112,7 @@ class CompiledStep:
         try:
             if fault is None:
                 tree, samples = Tree(call), builder.samples(call)
+                builder.check(tree, data)
         except ShardTensorError as error:
             fault = error
         held = [

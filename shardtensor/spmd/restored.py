@@ -38,6 +38,14 @@ def _unit_of(tensor: ShardedTensor) -> tuple[Any, int]:
     return group, next(i for i, other in enumerate(group.sharded_params) if other is tensor)
 
 
+def is_sharded_inside(tensor: torch.Tensor) -> bool:
+    """Whether modules compute with a ShardedTensor, as layers of tensor parallelism do."""
+    if not isinstance(tensor, ShardedTensor):
+        return False
+    group, i = _unit_of(tensor)
+    return group is None or group.params_info[i].tp_spec is not None
+
+
 def shown_over(tensor: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     """Return what modules hold for a parameter while they run, over its leaf."""
     if not isinstance(tensor, ShardedTensor):

@@ -30,9 +30,9 @@ from shardtensor.errors import RuleError, ShardTensorError
 from shardtensor.fsdp.data_parallel import reducer_of
 from shardtensor.spmd.arguments import Held, StepArguments, rebuilt
 from shardtensor.spmd.markers import Node, gradient, stepped
-from shardtensor.spmd.restored import compiling, computed_with, restored, shown_over
+from shardtensor.spmd.restored import compiling, computed_with, is_sharded_inside, restored, shown_over
 from shardtensor.spmd.sites import Sites, draw_again, mark_sites, site_of
-from shardtensor.tensor.sharded_tensor import ShardedTensor, local_of
+from shardtensor.tensor.sharded_tensor import local_of
 
 aten: Any = torch.ops.aten
 _DECOMPOSED: Any = get_decompositions(
@@ -96,7 +96,7 @@ def trace_train_step(
     sites = Sites()
     tracer = _Tracer(step, call, held, sites)
     try:
-        is_parallel = any(isinstance(each.tensor, ShardedTensor) for each in held) or any(
+        is_parallel = any(is_sharded_inside(each.tensor) for each in held) or any(
             reducer_of(module) is not None for root in call.modules for module in root.modules()
         )
         with (
@@ -225,7 +225,7 @@ class _Tracer:
             start = len(nodes)
             while start and nodes[start - 1].target is aten.ones_like.default:  # the gradients of the losses
                 start -= 1
-            before = [self._before_backward(x) for x in self.params]
+            before = [(self._before_backward(x), None if x.grad is None else x.grad._version) for x in self.params]
             try:
                 with self.sites:  # autograd calls functions of checkpoints, which are the user's
                     run_backward(*args, accumulate_grad=True, **kwargs)
@@ -234,8 +234,8 @@ class _Tracer:
             if not depth:
                 self.in_backward.update(self._nodes()[start:])
                 with torch.no_grad():
-                    for i, was in enumerate(before):
-                        self._after_backward(i, was)
+                    for i, (was, version) in enumerate(before):
+                        self._after_backward(i, was, version)
             return None
 
         torch.autograd._engine_run_backward = marked
@@ -267,12 +267,14 @@ class _Tracer:
     def _is_reduced(self, grad: torch.Tensor) -> bool:
         return self.marked.get(id(grad), (self.steps, grad))[0] < self.steps
 
-    def _after_backward(self, number: int, was: torch.Tensor | None) -> None:
-        """Mark the gradient of a parameter where a backward has ended."""
+    def _after_backward(self, number: int, was: torch.Tensor | None, version: int | None) -> None:
+        """Mark the gradient of a parameter where a backward has ended; `version` is of the one that it added to."""
         x = self.params[number]
         earlier = self.earlier.get(id(x))
         if x.grad is None:
             x.grad = was
+        elif x.grad is was and x.grad._version == version:  # this backward has not reached the parameter
+            return
         elif was is not None and was is earlier:
             self.adds_to.append(number)
             x.grad = gradient(x.grad, number)

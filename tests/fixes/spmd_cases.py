@@ -189,7 +189,19 @@ def again(compiles: bool) -> None:
         evaluating(model, optimizer, X)
 
 
+def cut_along_data(compiles: bool) -> None:
+    model = mlp()
+    shard_module(model, {"0.weight": "[dp, -]", "0.bias": "[dp]"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (compile(good, backend="eager") if compiles else good)(model, optimizer, X)
+
+
 CASES: dict[str, Case] = {
+    "a parameter that is cut along the data axis": Case(
+        lambda: cut_along_data(compiles=True),
+        {"train with data_parallel, which knows such parameters": lambda: cut_along_data(compiles=False)},
+        mesh="dp=2",
+    ),
     "no such backend": Case(
         lambda: compile(good, backend="none"),  # type: ignore[arg-type]
         {'backend="inductor"': lambda: compile(good, backend="inductor")},
