@@ -308,7 +308,7 @@ def _mlp() -> nn.Module:
 @pytest.mark.parametrize("parts", [[3, 1]] + [[2, 2]] * FULL, ids=str)
 @pytest.mark.parametrize("step", [_train, _train_sum])
 @pytest.mark.parametrize("model", [_mlp, _Attention, _Tied])
-@pytest.mark.parametrize("reduce_op", ["mean", "sum"])
+@pytest.mark.parametrize("reduce_op", ["mean"] + ["sum"] * FULL)
 def test_only_the_loss_and_the_buckets_are_reduced(model, step, parts, reduce_op):
     def make() -> nn.Module:
         torch.manual_seed(0)

@@ -40,7 +40,7 @@ KINDS += [(name, {"fused": True}) for name in ("SGD", "Adam", "AdamW", "Adagrad"
 
 @pytest.mark.parametrize(
     ("style", "kind"),
-    in_turns(KINDS if FULL else KINDS[::2]),
+    in_turns(KINDS if FULL else KINDS[::3]),
     ids=lambda x: x if isinstance(x, str) else f"{x[0]}-{[*x[1], 'loop'][0]}",
 )
 def test_optimizers(world, style, kind):
