@@ -46,6 +46,8 @@ from single_changes import Change, changes_of  # noqa: E402
 from watch import Chooser, Lines, Recorder  # noqa: E402
 
 FOLDERS = ("layout", "comm", "rules", "optim", "fsdp")
+ALSO = {"rules": ("spmd/test_batch_law.py",)}
+"""Tests of other folders that state the law of a folder: rules of compiled steps are judged by their results."""
 LEAST = 0.95
 """The share of changes that has been noticed in every run so far: less is a step back."""
 Tests = dict[str, tuple[float, Lines]]
@@ -150,7 +152,8 @@ def record(folders: list[str], slots: Slots, keep: Path) -> dict[str, Tests]:
 
         if not path.exists():
             recorder = Recorder(folder, str(path))
-            slots.start([str(ROOT / "tests" / folder)], lambda _, r=recorder: r, lambda _: None, after)
+            files = [str(ROOT / "tests" / name) for name in (folder, *ALSO.get(folder, ()))]
+            slots.start(files, lambda _, r=recorder: r, lambda _: None, after)
     slots.drain()
     return {folder: pickle.loads((keep / f"{folder}.pickle").read_bytes()) for folder in folders}
 
