@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ from shardtensor.spmd import DataParallel, compile
 from shardtensor.spmd.building import shard_layers
 
 STYLES = ("replicate", "fully_shard")
+
+needs_a_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="Inductor needs a C++ compiler"
+)
 
 
 def in_turns(items: Iterable[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import FULL
-from spmd_steps import STYLES, compiled, whole
+from spmd_steps import STYLES, compiled, needs_a_compiler, whole
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -126,6 +126,7 @@ def test_samples_in_dim_1(world, style):
     world(against_ddp, 2, style=style, build=Columns, cls=torch.optim.Adam, options=options, dim=1)
 
 
+@needs_a_compiler
 @pytest.mark.parametrize("style", STYLES if FULL else STYLES[1:])
 def test_compiled_by_inductor(world, style):
     world(

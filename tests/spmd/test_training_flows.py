@@ -16,6 +16,7 @@ from spmd_steps import (
     compiled,
     eager_optimizer,
     mlp,
+    needs_a_compiler,
     own_batch,
     plain_step,
     same_modules,
@@ -313,6 +314,7 @@ def kept_programs(style, folder):
     return made
 
 
+@needs_a_compiler
 def test_a_second_start_compiles_nothing(world, tmp_path):
     for found in world(kept_programs, 2, timeout_s=300, style="replicate", folder=str(tmp_path)):
         assert found[0][0] == found[1][0] == 1
