@@ -47,7 +47,7 @@ from watch import Chooser, Lines, Recorder  # noqa: E402
 
 FOLDERS = ("layout", "comm", "rules", "optim", "fsdp")
 LATER = ("batch",)
-"""Files of these folders whose names begin so are not changed yet: the rules of compiled steps, whose law is a sweep."""
+"""Files whose names begin so are not changed yet: the rules of compiled steps, whose law is a sweep."""
 LEAST = 0.95
 """The share of changes that has been noticed in every run so far: less is a step back."""
 Tests = dict[str, tuple[float, Lines]]
