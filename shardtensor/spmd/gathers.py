@@ -65,27 +65,24 @@ def group_name(group: Group) -> str:
     return f"ranks {ranks_text(group.ranks)}" if name is None else str(name)
 
 
-def gather_params(graph: fx.Graph, units: Sequence[Unit]) -> list[Node]:
+def gather_params(graph: fx.Graph, units: Sequence[Unit]) -> None:
     """Replace the inputs for parameters of units by one flat shard for each unit, and gather these before use.
 
-    Forward, backward and what follows an optimizer step gather anew, unless the unit stays gathered. Returns the new
-    inputs, in the order of units.
+    Forward, backward and what follows an optimizer step gather anew, unless the unit stays gathered. The new inputs
+    come last, in the order of units.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     phases = _phases(graph)
     shards = []
-    for number, unit in enumerate(units):
+    for number in range(len(units)):
         with graph.inserting_before(first):
-            shard = graph.placeholder(f"shard_{number}")
-        shard.meta["val"] = unit.group.shard
-        shards.append(shard)
+            shards.append(graph.placeholder(f"shard_{number}"))
     for unit, shard in zip(units, shards, strict=True):
         _Gathers(graph, unit, [inputs[i] for i in unit.params], shard, phases).run()
     for unit in units:
         for i in unit.params:
             graph.erase_node(inputs[i])
-    return shards
 
 
 class _Gathers:
@@ -296,7 +293,7 @@ def _reduce_scattered(
 
 
 def _use_parts(unit: Unit, markers: Sequence[Node | None], flat: Node, made: Inserter) -> None:
-    """Let what reads a gradient read its part of the flat shard; a product of all with one number is one product."""
+    """Let what reads a gradient read its part of the flat shard."""
     own = unit.group.bucket.ranges.cuts(unit.group.bucket.index)
     parts = made.call(aten.split_with_sizes.default, flat, own)
     for i, marker in enumerate(markers):

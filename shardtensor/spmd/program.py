@@ -84,13 +84,11 @@ class Program:
                 slots[i] = x
             if block.step is not None:
                 assert block.grads is not None
-                self._drop_gradients()
-                self._set_gradients(slots, block.grads)
+                self._replace_gradients(slots, present, block.grads)
                 present = block.grads
                 block.step()
         if present != self.grads:
-            self._drop_gradients()
-            self._set_gradients(slots, self.grads)
+            self._replace_gradients(slots, present, self.grads)
 
         def value(x: Any) -> Any:
             if not isinstance(x, Output):
@@ -108,7 +106,9 @@ class Program:
             else:
                 local.grad, param._grad_wrapper = None, None
 
-    def _set_gradients(self, slots: list[Any], grads: Gradients) -> None:
+    def _replace_gradients(self, slots: list[Any], present: Gradients | None, grads: Gradients) -> None:
+        if present is not None:  # else they were dropped when the step began
+            self._drop_gradients()
         for number, slot in grads.alone:
             param: Any = self.held[number]
             local = getattr(param, "_local", param)
