@@ -73,14 +73,14 @@ class Builder:
         """
         if self._plan is None:
             return
-        plan, self._plan = self._plan, None
         if len(call.modules) != 1:
             raise LayoutError(
                 f"a plan is for one module, and the train step was called with {len(call.modules)}",
                 fix="call shard_module(module, plan) for each, and pass parallel_mode=DataParallel(mesh=...)",
             )
-        job = job_of(call.modules[0], plan, as_group(None))
-        shard_module(call.modules[0], plan)
+        job = job_of(call.modules[0], self._plan, as_group(None))
+        shard_module(call.modules[0], self._plan)
+        self._plan = None  # done; after an error the next call tries again
         shard_states(call.optimizers)
         data = job.fsdp_config.data if job.fsdp_config is not None else ()
         self.mode = DataParallel(mesh=group_along(job.group, data) if data else job.group.subgroup([job.group.rank]))

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardtensor as st
 from shardtensor.fsdp import fully_shard
+from shardtensor.spmd import compile
 from shardtensor.spmd.building import shard_layers
 
 styles = pytest.mark.parametrize("style", STYLES)
@@ -266,3 +267,11 @@ def seeded(style):
 
 def test_a_seed_gives_each_rank_its_own_numbers(world):
     assert len(set(world(seeded, 2, style="replicate"))) == 2
+
+
+def test_a_plan_that_failed_is_not_forgotten():
+    """A second call with the same mistake has the same error, and does not train without the plan."""
+    run = compile(plain_step, parallel_mode={"0.weight": "replicate"}, backend="eager")
+    for _ in range(2):
+        with pytest.raises(st.ShardTensorError, match="a plan is for one module"):
+            run(mlp(), mlp(), own_batch())
