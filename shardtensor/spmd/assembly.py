@@ -9,11 +9,13 @@ import torch
 from torch import fx, nn
 
 from shardtensor.spmd.arguments import StepArguments, Tree
+from shardtensor.spmd.comparison import SUMS, Comparison
 from shardtensor.spmd.gathers import FlatGradient, Unit
-from shardtensor.spmd.lowering import Function, GraphSegment, empty_outputs, split_at_steps
+from shardtensor.spmd.lowering import Function, eager, empty_outputs
 from shardtensor.spmd.markers import Node
 from shardtensor.spmd.optimizers import step_of
-from shardtensor.spmd.program import Gradients, Program, ProgramPart
+from shardtensor.spmd.program import Gradients, Program, ProgramPart, ProgramStart
+from shardtensor.spmd.segments import GraphSegment, split
 from shardtensor.spmd.tracing import Trace
 from shardtensor.tensor.sharded_tensor import local_of
 
@@ -25,6 +27,7 @@ class Assembly:
         compiled: returns the function of a part; it takes the graph's attributes, and tensors like the inputs.
         whole: the trace that the graph was made from.
         units, flats: fully sharded parameters, and the nodes of their gradients.
+        comparison: of programs, where ranks compare them.
     """
 
     def __init__(
@@ -36,39 +39,33 @@ class Assembly:
         graph: fx.Graph,
         units: list[Unit],
         flats: dict[Node, FlatGradient],
+        comparison: Comparison | None,
     ) -> None:
         self.compiled, self.call, self.tree, self.whole, self.graph = compiled, call, tree, whole, graph
-        self.units, self.flats = units, flats
-        self.segments = split_at_steps(graph, list(flats))
+        self.units, self.flats, self.comparison = units, flats, comparison
+        self.segments = split(graph, list(flats), None if comparison is None else SUMS)
         inside = {i for unit in units for i in unit.params}
         held = [h.tensor for h in tree.held]
         self.static: dict[int, Any] = {i: local_of(x) for i, x in enumerate(held) if i not in inside}
         self.batch, self.shards = len(held), len(held) + len(call.tensors)
         placed = [*self.static, *range(self.batch, self.shards + len(units))]
         self.slot = dict(zip((n for n in graph.nodes if n.op == "placeholder"), placed, strict=True))
-        for segment in self.segments:
-            for node in segment.outputs:
-                self.slot.setdefault(node, self.shards + len(units) + len(self.slot))
+        made = [node for segment in (*(self.segments.start or ()), *self.segments.others) for node in segment.outputs]
+        for node in (*made, *(total for _, total in self.segments.sums)):
+            self.slot.setdefault(node, self.shards + len(units) + len(self.slot))
+        self.values: dict[int, Any] = dict(self.static)  # tensors like those in the slots
+        self.values |= {self.batch + i: x for i, x in enumerate(self.call.tensors)}
+        self.values |= {self.shards + i: unit.group.shard for i, unit in enumerate(self.units)}
 
     def program(self) -> Program:
-        values: dict[int, Any] = dict(self.static)
-        values |= {self.batch + i: x for i, x in enumerate(self.call.tensors)}
-        values |= {self.shards + i: unit.group.shard for i, unit in enumerate(self.units)}
-        blocks = []
-        for segment in self.segments:
-            inputs = [values[self.slot[x]] for x in segment.inputs]
-            function = self.compiled(segment, self.whole.graph, inputs)
-            if segment is not self.segments[-1]:
-                made = empty_outputs(segment, self.whole.graph, inputs)
-                values |= {self.slot[x]: empty for x, empty in zip(segment.outputs, made, strict=True)}
-            step, grads = None, None
-            if segment.step is not None:
-                number: Any = segment.step.args[2]
-                step = step_of(self.call.optimizers[number])
-                given: Any = segment.step.args[1]
-                grads = self._gradients(segment.step.meta["numbers"], given)
-            places = [self.slot[x] for x in segment.inputs], [self.slot[x] for x in segment.outputs]
-            blocks.append(ProgramPart(function, *places, grads, step))
+        start = None
+        if self.segments.start is not None and self.comparison is not None:
+            counted = self._part(self.segments.start[0], lambda *args: eager(*args[:2], {}))
+            sums = [(self.slot[part], self.slot[total]) for part, total in self.segments.sums]
+            self.values |= {total: self.values[part] for part, total in sums}
+            local = self._part(self.segments.start[1], self.compiled)
+            start = ProgramStart(self.comparison, counted, local, sums)
+        blocks = [self._part(segment, self.compiled) for segment in self.segments.others]
         returned: Any = next(node for node in self.graph.nodes if node.op == "output").args[0]
         return Program(
             [h.tensor for h in self.tree.held],
@@ -77,12 +74,30 @@ class Assembly:
             self.static,
             (self.batch, self.shards),
             max(self.slot.values(), default=0) + 1,
+            start,
             blocks,
             self.whole.result,
             [self.slot[x] for x in returned[: self.whole.count]],
             self._gradients(self.whole.grads, returned[self.whole.count :]),
             [i for i in self.whole.adds_to if self.tree.held[i].tensor.requires_grad],
         )
+
+    def _part(
+        self, segment: GraphSegment, compiled: Callable[[GraphSegment, nn.Module, Sequence[torch.Tensor]], Function]
+    ) -> ProgramPart:
+        inputs = [self.values[self.slot[x]] for x in segment.inputs]
+        function = compiled(segment, self.whole.graph, inputs)
+        if segment is not self.segments.others[-1]:
+            made = empty_outputs(segment, self.whole.graph, inputs)
+            self.values |= {self.slot[x]: empty for x, empty in zip(segment.outputs, made, strict=True)}
+        step, grads = None, None
+        if segment.step is not None:
+            number: Any = segment.step.args[2]
+            step = step_of(self.call.optimizers[number])
+            given: Any = segment.step.args[1]
+            grads = self._gradients(segment.step.meta["numbers"], given)
+        places = [self.slot[x] for x in segment.inputs], [self.slot[x] for x in segment.outputs]
+        return ProgramPart(function, *places, grads, step)
 
     def _gradients(self, numbers: Iterable[int], nodes: Iterable[Node]) -> Gradients:
         """Return where gradients are: in one flat tensor for a unit, if all of its gradients are parts of it."""

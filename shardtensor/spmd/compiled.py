@@ -15,6 +15,7 @@ from shardtensor.optim.graphs import graphed_step
 from shardtensor.parallel.shard_module import PlanLike
 from shardtensor.spmd.arguments import StepArguments, Tree
 from shardtensor.spmd.building import Builder
+from shardtensor.spmd.comparison import NO_PROGRAM, Comparison, OtherProgram, compares_programs
 from shardtensor.spmd.explain import Explanation
 from shardtensor.spmd.parallel_mode import DataParallel
 from shardtensor.spmd.program import Program
@@ -33,8 +34,8 @@ class CompiledStep:
     """A train step that each rank calls on its part of the batch. Made by `compile`.
 
     Ranks may call it with kinds of arguments that differ from call to call, as in a last batch of other sizes, and from
-    rank to rank. On the CPU they compare in each call which kind each has, in an exchange of 8 bytes. On GPUs, where
-    that would wait for the device, a rank that needs another program compiles it together with all other ranks: if
+    rank to rank. On the CPU they compare in each call which program each runs, while they compute what needs no other
+    rank. On GPUs, where that would wait for the device, a rank that needs another program compiles it together with all other ranks: if
     these do not, all fail within the timeout of the group.
     """
 
@@ -49,7 +50,8 @@ class CompiledStep:
         self._graphed = graphed
         self._builder = Builder(step, mode, backend, cache_dir)
         self._kinds: dict[Any, int] = {}  # numbers of the kinds of arguments that this rank has had
-        self._programs: dict[Any, _Compiled] = {}  # by the kinds of all ranks
+        self._programs: dict[tuple[int, ...], _Compiled] = {}  # by the kinds of all ranks
+        self._last: dict[int, _Compiled] = {}  # by the kind of this rank: what it ran with it last
         self._trees: dict[Any, Tree] = {}
         self._data: DataMesh | None = None
 
@@ -74,22 +76,31 @@ class CompiledStep:
         kind, found = -1, None
         try:
             kind = self._kind(call)
-            found = self._programs.get(kind)
+            found = self._last.get(kind)
             if found is not None:
                 found.program.check()
         except ShardTensorError as error:
-            fault = error
-        if self._data is not None and self._data.whole.size > 1 and self._data.whole.device_type == "cpu":
-            sent = (kind if fault is None else -1).to_bytes(8, "little", signed=True)
-            kinds = tuple(int.from_bytes(x, "little", signed=True) for x in self._data.whole.exchange(sent))
-            is_alike = len(set(kinds)) == 1 and fault is None
-            found = found if is_alike else self._programs.get(kinds) if min(kinds) >= 0 else None
-            kind_of_all: Any = kind if is_alike else kinds
-        else:
-            kind_of_all = kind
-        if found is None or fault is not None:
-            found = self._programs[kind_of_all] = self._compile(call, fault)
+            fault, found = error, None
+        try:
+            if found is not None:
+                return found.run(*call.tensors)
+            if self._data is not None and compares_programs(self._data.whole):
+                comparison = Comparison(self._data.whole, NO_PROGRAM)
+                comparison.wait(comparison.start())
+            kinds = (kind,)
+        except OtherProgram:
+            kinds = self._kinds_of_all(kind if fault is None else -1)
+            found = self._programs.get(kinds) if min(kinds) >= 0 else None
+        if found is None:
+            found = self._programs[kinds] = self._compile(call, fault)
+        self._last[kind] = found
         return found.run(*call.tensors)
+
+    def _kinds_of_all(self, kind: int) -> tuple[int, ...]:
+        assert self._data is not None, "ranks have compared programs"
+        sent = kind.to_bytes(8, "little", signed=True)
+        kinds = tuple(int.from_bytes(x, "little", signed=True) for x in self._data.whole.exchange(sent))
+        return kinds if len(set(kinds)) > 1 else kinds[:1]
 
     def _kind(self, call: StepArguments) -> int:
         """Return the number of the kind of arguments of a call.
@@ -128,7 +139,7 @@ class CompiledStep:
 
     def reset(self) -> None:
         """Forget all programs; the next call compiles. All ranks call it."""
-        self._kinds, self._programs, self._trees = {}, {}, {}
+        self._kinds, self._programs, self._last, self._trees = {}, {}, {}, {}
 
     def explain(self) -> Explanation:
         """Describe the program that was compiled last.

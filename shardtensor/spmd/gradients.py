@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from itertools import groupby
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import fx
 
 from shardtensor.rules.batch import PARTIAL, BatchMode, BatchValue
-from shardtensor.spmd.markers import GRADIENT, Node
+from shardtensor.spmd.markers import GRADIENT, Node, number_dtype
 from shardtensor.spmd.sizes import BatchPart
 
 aten: Any = torch.ops.aten
@@ -40,6 +41,7 @@ def all_reduce_gradients(
     """Replace gradients by their averages (or sums) over the ranks.
 
     A bucket is sent as soon as backward has computed its last gradient, and waited for where the gradients are used.
+    Sums that are only returned, such as a loss, are sent in the place of its flags.
     """
     for markers in rounds(graph):
         by_number = {marker.args[1]: marker for marker in markers}
@@ -55,15 +57,21 @@ def all_reduce_gradients(
             left = iter(factors)
             val = found[0].meta["val"]
             kind = {"dtype": val.dtype, "device": val.device}
+            # Halves and quarters are exact, so they may be taken before the sum, where it costs nothing.
+            divides_first = not has_avg and part.ranks & (part.ranks - 1) == 0 and val.dtype != torch.float16
             flat = []
             for number, size in zip(bucket.params, bucket.sizes, strict=True):
                 if number not in by_number:
                     flat.append(made.call(aten.zeros.default, [size], **kind))
                     continue
                 grad, factor = made.call(aten.reshape.default, by_number[number].args[0], [-1]), next(left)
-                flat.append(grad if averages or factor == 1 else made.call(aten.mul.Tensor, grad, float(factor)))
-            if bucket.flags:
-                flat.append(made.call(aten.ones.default, [bucket.flags], **kind))
+                if averages:
+                    factor = Fraction(1, part.ranks) if divides_first else Fraction(1)
+                flat.append(grad if factor == 1 else made.call(aten.mul.Tensor, grad, float(factor)))
+            returned = [] if has_avg else _only_returned(graph, place, last, val.dtype, group)[: bucket.flags]
+            flat += [made.call(aten.reshape.default, node.args[0], [1]) for node in returned]
+            if bucket.flags > len(returned):
+                flat.append(made.call(aten.ones.default, [bucket.flags - len(returned)], **kind))
             packed = made.call(aten.cat.default, flat)
             op = "avg" if averages and has_avg else "sum"
             sent = made.call(c10d.all_reduce.default, packed, op, group)
@@ -71,7 +79,12 @@ def all_reduce_gradients(
             first_user = min(found, key=place.__getitem__)
             late = Inserter(graph, first_user.prev)
             summed = late.call(c10d.wait_tensor.default, sent)
-            if averages and not has_avg:
+            for i, node in enumerate(returned, -bucket.flags):
+                wait = next(iter(node.users))
+                wait.replace_all_uses_with(late.call(aten.select.int, summed, 0, i))
+                graph.erase_node(wait)
+                graph.erase_node(node)
+            if averages and not has_avg and not divides_first:
                 summed = late.call(aten.div.Tensor, summed, part.ranks)
             sizes = [*bucket.sizes, *([bucket.flags] if bucket.flags else [])]
             parts = late.call(aten.split_with_sizes.default, summed, sizes)
@@ -85,6 +98,21 @@ def all_reduce_gradients(
             if marker.users:  # no other rank has this gradient: a world of one
                 marker.replace_all_uses_with(marker.args[0])
             graph.erase_node(marker)
+
+
+def _only_returned(
+    graph: fx.Graph, place: Mapping[Node, int], last: Node, dtype: torch.dtype, group: str
+) -> list[Node]:
+    """Return the sums of single numbers that nothing but the step's results uses, and that are computed by then."""
+    return [
+        node
+        for node in graph.nodes
+        if node.target is c10d.all_reduce.default
+        and node.args[1:] == ("sum", group)
+        and number_dtype(node.args[0]) == dtype
+        and place[node.args[0]] <= place[last]
+        and all(user.op == "output" for wait in node.users for user in wait.users)
+    ]
 
 
 def gradient_factor(value: BatchValue, part: BatchPart, mode: BatchMode) -> Any:

@@ -108,7 +108,9 @@ class _Builder(Operations):
         if a.op == "placeholder":
             value = self.inputs.pop(0)
             self.numbers[a] = len(self.numbers)
-            self.keep(a, self.graph.placeholder(a.name), attrs.evolve(value, of_batch=value.kind == SHARDED))
+            node = self.graph.placeholder(a.name)
+            node.meta["of_batch"] = value.kind == SHARDED
+            self.keep(a, node, attrs.evolve(value, of_batch=value.kind == SHARDED))
         elif a.op == "get_attr":
             self._constant(a, b)
         elif a.op == "output":
@@ -173,12 +175,19 @@ class _Builder(Operations):
         own, value = self.reductions.scaled(self.new[x], self.values[x])
         args = (own, self.new[labels], self.new[weight] if isinstance(weight, fx.Node) else None, 2, ignored)
         summed = self.call(a.target, args, {})
-        first, count = (self.call(operator.getitem, (summed, i), {}) for i in range(2))
+        first = self.call(operator.getitem, (summed, 0), {})
+        if isinstance(weight, fx.Node):
+            count = self.call(operator.getitem, (summed, 1), {})
+        else:  # from the labels alone, so that it is sent while forward runs
+            counted = self.call(aten.ne.Scalar, (self.new[labels], ignored), {})
+            count = self.call(aten.sum.default, (counted,), {"dtype": x.meta["val"].dtype})
+        count.meta["number"] = x.meta["val"].dtype
         total = self.reductions.waited(c10d.all_reduce.default, count, "sum", self.group_name)
         is_even = self.part.is_even
         scale = (aten.div.Tensor, self.part.ranks) if is_even else (aten.mul.Tensor, float(self.part.share))
         count = self.counts[a] = self.call(scale[0], (total, scale[1]), {})
         loss = self.call(aten.div.Tensor, (first, count), {})
+        loss.meta["number"] = x.meta["val"].dtype
         self.new[a] = (loss, count)
         self.values[a] = [BatchValue(PARTIAL, share=1, of_batch=True, is_gradient=value.is_gradient), BatchValue()]
         self.reductions.described[loss] = self.values[a][0]

@@ -73,6 +73,7 @@ class Operations:
         self.new[a], self.values[a] = node, value
         if isinstance(value, BatchValue):
             self.reductions.described[node] = value
+            node.meta.setdefault("number", _dtype_of_number(a.meta.get("val")))
 
     def call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
         return self.reductions.call(target, args, kwargs)
@@ -248,6 +249,10 @@ def _grown(value: BatchValue, power: int) -> BatchValue:
     """A value divided by `power` times the number of samples: each rank divides by its own number."""
     degree = None if value.degree is None else value.degree - power
     return attrs.evolve(value, share=value.share + power, degree=degree) if power else value
+
+
+def _dtype_of_number(x: Any) -> torch.dtype | None:
+    return x.dtype if isinstance(x, torch.Tensor) and not x.dim() else None
 
 
 def is_list(a: fx.Node) -> bool:

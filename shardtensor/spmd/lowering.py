@@ -1,4 +1,4 @@
-"""From the local graph to functions: one before each optimizer step, run as they are or compiled by Inductor."""
+"""From the parts of a rank's graph to functions, which run them as they are or compiled by Inductor."""
 
 from __future__ import annotations
 
@@ -7,109 +7,20 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardtensor.comm.group import Group
-from shardtensor.spmd.markers import CHECKS, GRADIENT, STEPPED, Node
+from shardtensor.spmd.markers import Node
+from shardtensor.spmd.segments import GraphSegment
 
-aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
 Function = Callable[..., Sequence[torch.Tensor]]
 _INDUCTOR = {
     "fallback_random": True,  # the random numbers of eager steps
     "reorder_for_locality": False,  # it would start collectives just before the wait for them
 }
-_EFFECTS = {GRADIENT, STEPPED, aten.copy_.default, *CHECKS}
-
-
-@attrs.frozen(eq=False)
-class GraphSegment:
-    """A part of the graph, between optimizer steps.
-
-    Attributes:
-        graph: from `inputs` to `outputs`.
-        inputs, outputs: nodes of the whole graph.
-        step: the STEPPED node behind it; None behind the last.
-    """
-
-    graph: fx.Graph
-    inputs: list[Node]
-    outputs: list[Node]
-    step: Node | None
-
-
-def split_at_steps(graph: fx.Graph, also: Sequence[Node] = ()) -> list[GraphSegment]:
-    """Split a graph behind each part that ends with an optimizer step.
-
-    Args:
-        also: nodes that are returned though nothing in the graph uses them.
-    """
-    drop_unused(graph, also)
-    _start_early(graph)
-    number: dict[Node, int] = {}
-    steps: list[Node | None] = []
-    for node in graph.nodes:
-        number[node] = len(steps)
-        if node.target is STEPPED:
-            steps.append(node)
-        elif all(x.op == "call_function" for x in node.all_input_nodes) and not _has_effect(node):
-            # Results are reduced at the end of the graph; they need no later parameters.
-            number[node] = max((number[x] for x in node.all_input_nodes), default=number[node])
-    steps.append(None)
-    output = next(node for node in graph.nodes if node.op == "output")
-    needed = {*output.all_input_nodes, *also}
-    found = []
-    for i, step in enumerate(steps):
-        nodes = [n for n in graph.nodes if number[n] == i and n.op == "call_function" and n.target is not STEPPED]
-        inside = set(nodes)
-        inputs = list(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in inside))
-        outputs = [n for n in nodes if n in needed or any(u not in inside and u.op != "output" for u in n.users)]
-        found.append(_segment(nodes, inputs, outputs, step))
-    return found
-
-
-def drop_unused(graph: fx.Graph, kept: Sequence[Node] = ()) -> None:
-    """Erase operations that nothing needs; a draw of random numbers stays, since it changes the generator."""
-    for node in reversed(list(graph.nodes)):
-        if not node.users and node not in kept and node.op == "call_function" and not _has_effect(node):
-            graph.erase_node(node)
-
-
-def _has_effect(node: Node) -> bool:
-    """Whether an operation does more than return a result."""
-    tags = getattr(node.target, "tags", ())
-    return node.target in _EFFECTS or torch.Tag.nondeterministic_seeded in tags
-
-
-def _start_early(graph: fx.Graph) -> None:
-    """Start the reductions of single values where these are computed; they are waited for where they are needed."""
-    for node in list(graph.nodes):
-        if node.target is c10d.all_reduce.default and not node.meta.get("owned"):
-            sent = node.args[0]
-            is_scaled = sent.target is aten.mul.Tensor and not isinstance(sent.args[1], fx.Node)
-            if is_scaled and len(sent.users) == 1 and sent.args[0].op == "call_function":
-                sent.args[0].append(sent)
-            if sent.op == "call_function":
-                sent.append(node)
-
-
-def _segment(nodes: list[Node], inputs: list[Node], outputs: list[Node], step: Node | None) -> GraphSegment:
-    graph = fx.Graph()
-    new: dict[Node, Node] = {}
-    kept = []
-    for node in inputs:
-        if node.op == "get_attr":
-            new[node] = graph.get_attr(str(node.target))
-            continue
-        kept.append(node)
-        new[node] = graph.placeholder(node.name)
-    for node in nodes:
-        new[node] = graph.node_copy(node, new.__getitem__)
-    graph.output([new[node] for node in outputs])
-    return GraphSegment(graph, kept, outputs, step)
 
 
 def eager(segment: GraphSegment, attributes: torch.nn.Module, groups: Mapping[str, Group]) -> Function:

@@ -10,6 +10,19 @@ Node = Any
 """`torch.fx.Node`, whose annotations let each argument be one of 17 types."""
 
 
+def number_dtype(node: Node) -> torch.dtype | None:
+    """Return the dtype of a value that is known to be a single number, in this rank's graph; else None."""
+    if is_scaled(node):
+        return number_dtype(node.args[0])
+    found: torch.dtype | None = node.meta.get("number")
+    return found
+
+
+def is_scaled(node: Node) -> bool:
+    """Whether a value is another one, multiplied by a constant."""
+    return node.target is torch.ops.aten.mul.Tensor and not isinstance(node.args[1], torch.fx.Node)
+
+
 @torch.library.custom_op("shardtensor::gradient", mutates_args=())
 def gradient(grad: torch.Tensor, parameter: int) -> torch.Tensor:
     """The gradient of a parameter, by number, when a backward has ended."""

@@ -10,6 +10,7 @@ import torch
 
 from shardtensor.errors import RuleError
 from shardtensor.spmd.arguments import rebuilt
+from shardtensor.spmd.comparison import Comparison, OtherProgram
 from shardtensor.spmd.gathers import FlatGradient, Unit
 from shardtensor.spmd.tracing import Output
 
@@ -34,8 +35,43 @@ class ProgramPart:
     function: Callable[..., Sequence[torch.Tensor]]
     inputs: list[int]
     outputs: list[int]
-    grads: Gradients | None
-    step: Callable[[], Any] | None
+    grads: Gradients | None = None
+    step: Callable[[], Any] | None = None
+
+    def run(self, slots: list[Any]) -> None:
+        """Run this part of the graph, without the step."""
+        for i, x in zip(self.outputs, self.function(*[slots[i] for i in self.inputs]), strict=True):
+            slots[i] = x
+
+
+@attrs.frozen(eq=False)
+class ProgramStart:
+    """The beginning of a program on CPU ranks, which compare what they run.
+
+    Attributes:
+        counted: computes this rank's parts of the sums that are sent with the comparison.
+        local: computes what needs nothing from other ranks, meanwhile.
+        sums: slots of the parts, and of the sums.
+    """
+
+    comparison: Comparison
+    counted: ProgramPart
+    local: ProgramPart
+    sums: Sequence[tuple[int, int]]
+
+    def run(self, slots: list[Any]) -> None:
+        """Run it. Raises OtherProgram, with the random numbers as before, if other ranks run another program."""
+        self.counted.run(slots)
+        numbers = [slots[i] for i, _ in self.sums]
+        pending, random_state = self.comparison.start(numbers), torch.get_rng_state()
+        self.local.run(slots)
+        try:
+            sums = self.comparison.wait(pending, numbers)
+        except OtherProgram:
+            torch.set_rng_state(random_state)
+            raise
+        for (_, i), x in zip(self.sums, sums, strict=True):
+            slots[i] = x
 
 
 @attrs.frozen(eq=False)
@@ -49,6 +85,7 @@ class Program:
         static: what is in the first slots: held tensors that are in no unit.
         starts: the first slots of the batch, and of the shards of units.
         slots: how many there are.
+        start: where ranks compare their programs: what they run first.
         blocks: in order.
         result: what the user's function returned, with `Output`s for tensors; `outputs` are their slots.
         grads: of parameters when the step has ended.
@@ -61,6 +98,7 @@ class Program:
     static: Mapping[int, torch.Tensor]
     starts: tuple[int, int]
     slots: int
+    start: ProgramStart | None
     blocks: Sequence[ProgramPart]
     result: Any
     outputs: Sequence[int]
@@ -69,8 +107,11 @@ class Program:
 
     @torch.no_grad()
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        """Run the step on a batch; return what the user's function returns."""
-        self._drop_gradients()
+        """Run the step on a batch; return what the user's function returns.
+
+        Raises:
+            OtherProgram: other ranks run another program; nothing has changed.
+        """
         slots: list[Any] = [None] * self.slots
         for i, x in self.static.items():
             slots[i] = x
@@ -78,10 +119,12 @@ class Program:
         slots[batch : batch + len(tensors)] = tensors
         for i, unit in enumerate(self.units):
             slots[shards + i] = unit.group.shard
+        if self.start is not None:
+            self.start.run(slots)
+        self._drop_gradients()
         present = None
         for block in self.blocks:
-            for i, x in zip(block.outputs, block.function(*[slots[i] for i in block.inputs]), strict=True):
-                slots[i] = x
+            block.run(slots)
             if block.step is not None:
                 assert block.grads is not None
                 self._replace_gradients(slots, present, block.grads)
