@@ -11,6 +11,9 @@ and the minimum of the slowest rank. Ratios are to the fastest way of DDP or FSD
 * losses: of the first steps, mean of ranks, at most so far from those of the first way; on gloo the script fails above
   1e-4. The fake group sends nothing: no losses.
 
+Without ``--keep`` FSDP2 and the eager library gather parameters again for backward, and a compiled step those that need
+more than 64 MiB together: the defaults.
+
 On GPUs all values are bfloat16, or ``--precision autocast``, or ``policy``: float32 parameters, bfloat16 compute and
 reductions, by autocast for replicas and by a MixedPrecisionPolicy for shards. On the CPU they are float32.
 
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import tempfile
 import time
@@ -79,6 +83,7 @@ class Case:
     batch: int
     device: torch.device
     precision: str
+    keeps: bool
     cache: str
 
     def model(self) -> Decoder:
@@ -92,6 +97,7 @@ class Case:
         module, bf16 = self.model(), torch.bfloat16
         if self.precision == "policy":
             options["mp_policy"] = kind(param_dtype=bf16, reduce_dtype=bf16)
+        options["reshard_after_forward"] = not self.keeps
         for layer in module.layers:
             if compiled:
                 layer.compile(dynamic=False)
@@ -135,7 +141,8 @@ def ours_compiled(case: Case, graphed: bool = False) -> tuple[Step, Any]:
     module = case.sharded(st.fully_shard, MixedPrecisionPolicy) if is_sharded else case.model()
     optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
     cache = None if graphed else case.cache
-    compiled = compile(parallel_mode=DataParallel(case.style), graphed=graphed, cache_dir=cache)(case.step())
+    mode = DataParallel(case.style, keep_mib=math.inf if case.keeps else 64)
+    compiled = compile(parallel_mode=mode, graphed=graphed, cache_dir=cache)(case.step())
     return partial(compiled, module, optimizer), compiled
 
 
@@ -265,7 +272,7 @@ def run(device: torch.device, args: argparse.Namespace) -> None:
                 folder = [own]  # of the first rank
                 if backend != "fake":
                     dist.broadcast_object_list(folder, device=device)
-                rows += rows_of(Case(style, size, batch, device, precision, folder[0]), args, losses)
+                rows += rows_of(Case(style, size, batch, device, precision, args.keep, folder[0]), args, losses)
                 dist.barrier()
     if dist.get_rank() == 0:
         print(size, precision, backend)
@@ -285,6 +292,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--ways", nargs="+", choices=list({**WAYS["replicate"], **WAYS["fully_shard"]}))
     parser.add_argument("--precision", choices=["float32", "parameters", "autocast", "policy"])
+    parser.add_argument("--keep", action="store_true", help="unsharded parameters from forward to backward, all ways")
     parser.add_argument("--rounds", type=int, default=9, help="of eight steps in a row")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()

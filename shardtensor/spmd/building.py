@@ -216,14 +216,14 @@ class Builder:
                 self._send_values(tree.held, DataMesh.of(self.mode.mesh).whole)
                 shard_layers(module, self.mode.mesh)
                 shard_states(call.optimizers)
-        found = []
+        found: list[Unit] = []
         for module in tree.roots.values():
             for name, state in states_in(module):
                 state.compute_flags()
                 for group in state.param_groups:
                     params = tuple(numbers[id(param)] for param in group.sharded_params)
                     found.append(Unit(group, params, state.stays_unsharded, name))
-        return found
+        return _with_kept_units(found, self.mode.keep_mib * 2**20)
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
@@ -238,6 +238,17 @@ class Builder:
         function, is_new = inductor(segment, attributes, inputs, self.cache_dir)
         self.lowered += is_new
         return function
+
+
+def _with_kept_units(units: Sequence[Unit], most: float) -> list[Unit]:
+    """Return the units, the last of which stay gathered from forward to backward, in at most so many bytes."""
+    found: list[Unit] = []
+    for unit in reversed(units):
+        size = 0 if unit.keeps else unit.group.unsharded_bytes
+        keeps = size <= most
+        most -= size if keeps else most  # no unit before one that is gathered again
+        found.append(attrs.evolve(unit, keeps=keeps))
+    return found[::-1]
 
 
 def _buckets(held: Sequence[Held], inside: set[int], group: Group, bucket_mib: float) -> list[GradientBucketPlan]:

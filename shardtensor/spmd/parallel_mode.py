@@ -21,6 +21,9 @@ class DataParallel:
             samples. The gradient of a mean is in both cases the one of the mean over all samples.
         mesh: the data ranks, as `fully_shard` takes them; None for the default group.
         bucket_mib: gradients are all-reduced in buckets of this size, as by `data_parallel`.
+        keep_mib: the last fully sharded units stay gathered from forward to backward, as many as need no more memory
+            than this together. The others are gathered again for backward, unless their `fully_shard` has
+            ``reshard_after_forward=False``.
         seed: seeds each rank's random numbers with a number of its own, derived from this one, at the first call; None
             leaves the generators as they are.
 
@@ -36,4 +39,5 @@ class DataParallel:
     reduce_op: Literal["mean", "sum"] = attrs.field(default="mean", kw_only=True, validator=in_(("mean", "sum")))
     mesh: Any = attrs.field(default=None, kw_only=True)
     bucket_mib: float = attrs.field(default=25.0, kw_only=True)
+    keep_mib: float = attrs.field(default=64.0, kw_only=True, validator=ge(0))
     seed: int | None = attrs.field(default=None, kw_only=True)

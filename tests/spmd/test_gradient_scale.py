@@ -245,7 +245,8 @@ def test_collectives_of_small_buckets(world):
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_collectives_of_sharded_parameters(world, repeats):
-    """Units: three layers, and the rest, which stays gathered from forward to backward; and the comparison."""
-    found = world(counted_steps, 2, style="fully_shard", step=silent, repeats=repeats)
-    assert found == [{"all_gather_into": 3 + 1 + 3 + 1, "reduce_scatter_into": 4}] * 2
+@pytest.mark.parametrize(("keep_mib", "again"), [(0, 3), (0.3, 2), (64, 0)])
+def test_collectives_of_sharded_parameters(world, repeats, keep_mib, again):
+    """Units: three layers of 0.25 MiB, and the rest, which stays gathered from forward to backward; the comparison."""
+    found = world(counted_steps, 2, style="fully_shard", step=silent, repeats=repeats, keep_mib=keep_mib)
+    assert found == [{"all_gather_into": 3 + 1 + again + 1, "reduce_scatter_into": 4}] * 2
