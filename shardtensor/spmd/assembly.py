@@ -60,7 +60,7 @@ class Assembly:
     def program(self) -> Program:
         start = None
         if self.segments.start is not None and self.comparison is not None:
-            counted = self._part(self.segments.start[0], lambda *args: eager(*args[:2], {}))
+            counted = self._part(self.segments.start[0], lambda segment, attributes, _: eager(segment, attributes, {}))
             sums = [(self.slot[part], self.slot[total]) for part, total in self.segments.sums]
             self.values |= {total: self.values[part] for part, total in sums}
             local = self._part(self.segments.start[1], self.compiled)

@@ -35,8 +35,8 @@ class CompiledStep:
 
     Ranks may call it with kinds of arguments that differ from call to call, as in a last batch of other sizes, and from
     rank to rank. On the CPU they compare in each call which program each runs, while they compute what needs no other
-    rank. On GPUs, where that would wait for the device, a rank that needs another program compiles it together with all other ranks: if
-    these do not, all fail within the timeout of the group.
+    rank. On GPUs, where that would wait for the device, a rank that needs another program compiles it together with all
+    other ranks: if these do not, all fail within the timeout of the group.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class CompiledStep:
         call = StepArguments.of(args, kwargs)
         fault: ShardTensorError | None = None
         kind, found = -1, None
+        kinds: tuple[int, ...]
         try:
             kind = self._kind(call)
             found = self._last.get(kind)

@@ -83,7 +83,7 @@ def split(graph: fx.Graph, also: Sequence[Node] = (), sums: int | None = None) -
             steps.append(node)
     output = next(node for node in graph.nodes if node.op == "output")
     wanted = {*output.all_input_nodes, *also, *(node.args[0] for node in sent)}
-    parts = []
+    parts: list[GraphSegment] = []
     for i, step in reversed(list(enumerate((None, None, *steps, None)))):
         wanted |= set() if step is None else set(step.all_input_nodes)
         own = [n for n in graph.nodes if number.get(n) == i and n.target is not STEPPED]
@@ -119,7 +119,7 @@ def _views(nodes: Iterable[Node]) -> set[Node]:
     left = list(nodes)
     while left:
         node = left.pop()
-        returns = node.target._schema.returns if hasattr(node.target, "_schema") else ()
+        returns: Sequence[Any] = node.target._schema.returns if hasattr(node.target, "_schema") else ()
         if node not in found and len(returns) == 1 and returns[0].alias_info is not None and not _has_effect(node):
             found.add(node)
             left += node.all_input_nodes

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import FULL
+from spmd_steps import STYLES, compiled, plain_step, same_modules
 from torch import nn
 
 from shardtensor.comm.process_group import as_group
 from shardtensor.spmd.comparison import NO_PROGRAM, SUMS, Comparison, OtherProgram
-from spmd_steps import STYLES, compiled, plain_step, same_modules
 
 
 def sums_of_numbers(programs):
