@@ -17,11 +17,11 @@ _SIZES = frozenset(
 
 
 def given_arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a node by name, with the defaults of those not passed."""
+    """Return the arguments of a node by name, in the order of the schema, with the defaults of those not passed."""
     target: Any = node.target
     listed = target._schema.arguments
-    defaults = {x.name: x.default_value for x in listed if x.has_default_value()}
-    return defaults | dict(zip([x.name for x in listed], node.args, strict=False)) | dict(node.kwargs)
+    passed = dict(zip([x.name for x in listed], node.args, strict=False)) | dict(node.kwargs)
+    return {x.name: passed.get(x.name, x.default_value) for x in listed}
 
 
 def local_number(node: fx.Node, key: str, whole: Any, doubled: Any, part: BatchPart) -> Any:

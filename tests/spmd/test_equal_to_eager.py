@@ -515,6 +515,20 @@ def normalized():
     return nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 3))
 
 
-@pytest.mark.parametrize(("style", "build"), in_turns([frozen, Unused, Tied, normalized]))
+class MaskedAttention(nn.Module):
+    """Ranks that are no power of two: a gradient that is divided early has other bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        q = self.first(x).view(len(x), 1, 2, 4)
+        mask = torch.zeros(len(x), 1, 2, 2).masked_fill(x[:, None, None, :2] > 1, -1.0)
+        out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        return self.head(out.flatten(1))
+
+
+@pytest.mark.parametrize(("style", "build"), in_turns([frozen, Unused, Tied, normalized, MaskedAttention]))
 def test_parameters(world, style, build):
     world(same_as_eager, 3, style=style, build=build, cls=torch.optim.Adam)
