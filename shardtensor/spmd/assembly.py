@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 
 from shardtensor.spmd.arguments import StepArguments, Tree
-from shardtensor.spmd.comparison import SUMS, Comparison
-from shardtensor.spmd.gathers import FlatGradient, Unit
+from shardtensor.spmd.comparison import Comparison
+from shardtensor.spmd.gathers import FlatGradient, Unit, group_name
 from shardtensor.spmd.lowering import Function, eager, empty_outputs
 from shardtensor.spmd.markers import Node
 from shardtensor.spmd.optimizers import step_of
@@ -18,6 +18,9 @@ from shardtensor.spmd.program import Gradients, Program, ProgramPart, ProgramSta
 from shardtensor.spmd.segments import GraphSegment, split
 from shardtensor.spmd.tracing import Trace
 from shardtensor.tensor.sharded_tensor import local_of
+
+MOST_HANDED_OVER = 64 * 2**20
+"""Bytes that the part which runs during the comparison may leave: they stay in memory until backward has ended."""
 
 
 class Assembly:
@@ -43,19 +46,36 @@ class Assembly:
     ) -> None:
         self.compiled, self.call, self.tree, self.whole, self.graph = compiled, call, tree, whole, graph
         self.units, self.flats, self.comparison = units, flats, comparison
-        self.segments = split(graph, list(flats), None if comparison is None else SUMS)
         inside = {i for unit in units for i in unit.params}
         held = [h.tensor for h in tree.held]
         self.static: dict[int, Any] = {i: local_of(x) for i, x in enumerate(held) if i not in inside}
         self.batch, self.shards = len(held), len(held) + len(call.tensors)
-        placed = [*self.static, *range(self.batch, self.shards + len(units))]
-        self.slot = dict(zip((n for n in graph.nodes if n.op == "placeholder"), placed, strict=True))
-        made = [node for segment in (*(self.segments.start or ()), *self.segments.others) for node in segment.outputs]
-        for node in (*made, *(total for _, total in self.segments.sums)):
-            self.slot.setdefault(node, self.shards + len(units) + len(self.slot))
         self.values: dict[int, Any] = dict(self.static)  # tensors like those in the slots
         self.values |= {self.batch + i: x for i, x in enumerate(self.call.tensors)}
         self.values |= {self.shards + i: unit.group.shard for i, unit in enumerate(self.units)}
+        self._split(overlaps=True)
+        if self.segments.start is not None:
+            for segment in self.segments.start:
+                self._keep_outputs(segment)
+            handed_over = [self.values[self.slot[x]] for x in self.segments.start[1].outputs]
+            if sum(x.numel() * x.element_size() for x in handed_over) > MOST_HANDED_OVER:
+                self._split(overlaps=False)
+
+    def _split(self, overlaps: bool) -> None:
+        """Split the graph, and number the values that parts exchange behind the inputs."""
+        group = None if self.comparison is None else group_name(self.comparison.group)
+        self.segments = split(self.graph, list(self.flats), group, overlaps)
+        first = self.shards + len(self.units)
+        placed = [*self.static, *range(self.batch, first)]
+        self.slot = dict(zip((n for n in self.graph.nodes if n.op == "placeholder"), placed, strict=True))
+        made = [node for segment in (*(self.segments.start or ()), *self.segments.others) for node in segment.outputs]
+        for node in (*made, *(total for _, total in self.segments.sums)):
+            self.slot.setdefault(node, first + len(self.slot))
+
+    def _keep_outputs(self, segment: GraphSegment) -> None:
+        """Keep tensors like the outputs of a part, to compile those behind it."""
+        made = empty_outputs(segment, self.whole.graph, [self.values[self.slot[x]] for x in segment.inputs])
+        self.values |= {self.slot[x]: empty for x, empty in zip(segment.outputs, made, strict=True)}
 
     def program(self) -> Program:
         start = None
@@ -88,8 +108,7 @@ class Assembly:
         inputs = [self.values[self.slot[x]] for x in segment.inputs]
         function = compiled(segment, self.whole.graph, inputs)
         if segment is not self.segments.others[-1]:
-            made = empty_outputs(segment, self.whole.graph, inputs)
-            self.values |= {self.slot[x]: empty for x, empty in zip(segment.outputs, made, strict=True)}
+            self._keep_outputs(segment)
         step, grads = None, None
         if segment.step is not None:
             number: Any = segment.step.args[2]

@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import fx
 
+from shardtensor.spmd.comparison import SUMS
 from shardtensor.spmd.markers import CHECKS, GRADIENT, STEPPED, Node, is_scaled, number_dtype
 
 aten: Any = torch.ops.aten
@@ -49,18 +50,19 @@ class Segments:
     others: list[GraphSegment]
 
 
-def split(graph: fx.Graph, also: Sequence[Node] = (), sums: int | None = None) -> Segments:
+def split(graph: fx.Graph, also: Sequence[Node] = (), group: str | None = None, overlaps: bool = True) -> Segments:
     """Split a graph behind each part that ends with an optimizer step.
 
     Args:
         also: nodes that are returned though nothing in the graph uses them.
-        sums: how many sums of single numbers can be sent when ranks compare their programs; None if they do not.
+        group: the name of the group whose ranks compare their programs; None if they do not.
+        overlaps: whether a part runs meanwhile.
     """
     drop_unused(graph, also)
-    found = [node for node in graph.nodes if _is_sum_of_batch(node)][: sums or 0]
+    found = [node for node in graph.nodes if group is not None and _is_sum_of_batch(node, group)][:SUMS]
     sent = {node: next(iter(node.users)) for node in found}  # a wait is the only user of a collective
     counted = _ancestors(found) - sent.keys()
-    is_first = sums is not None  # no collective was passed
+    is_first = group is not None and overlaps  # no collective was passed
     number: dict[Node, int] = dict.fromkeys((*sent, *sent.values()), -1)
     steps: list[Node | None] = []
     for node in graph.nodes:
@@ -92,7 +94,7 @@ def split(graph: fx.Graph, also: Sequence[Node] = (), sums: int | None = None) -
         inputs = list(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in inside))
         parts.insert(0, _segment(nodes, inputs, [n for n in own if n in wanted], step))
         wanted |= set(inputs)
-    start = None if sums is None else (parts[0], parts[1])
+    start = None if group is None else (parts[0], parts[1])
     return Segments(start, [(node.args[0], wait) for node, wait in sent.items()], parts[2:])
 
 
@@ -138,10 +140,12 @@ def _ancestors(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
-def _is_sum_of_batch(node: Node) -> bool:
-    """Whether a node adds up single numbers that ranks compute from their batches alone."""
-    is_sum = node.target is c10d.all_reduce.default and node.args[1] == "sum" and not node.meta.get("owned")
-    return is_sum and number_dtype(node.args[0]) is not None and _is_of_batch(node)
+def _is_sum_of_batch(node: Node, group: str) -> bool:
+    """Whether a node adds up single numbers that the ranks of a group compute from their batches alone."""
+    if node.target is not c10d.all_reduce.default or node.args[1:] != ("sum", group):
+        return False
+    dtype = number_dtype(node.args[0])
+    return dtype is not None and not dtype.is_complex and _is_of_batch(node)
 
 
 def start_early(graph: fx.Graph) -> None:

@@ -1,6 +1,7 @@
 """Ranks compare programs while they compute: what a rank computed for another program leaves no trace."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from spmd_steps import STYLES, compiled, plain_step, same_modules
 from torch import nn
 
 from shardtensor.comm.process_group import as_group
+from shardtensor.spmd import assembly
 from shardtensor.spmd.comparison import NO_PROGRAM, SUMS, Comparison, OtherProgram
 
 
@@ -46,6 +48,11 @@ def drawing():
     return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Linear(6, 3))
 
 
+def limited(style, most):
+    with mock.patch.object(assembly, "MOST_HANDED_OVER", most):
+        return kinds_in_turns(style)
+
+
 def kinds_in_turns(style):
     """Sizes of batches that one rank, or both, have had before, or not: kept programs beside new ones."""
     torch.manual_seed(0)
@@ -70,8 +77,9 @@ def kinds_in_turns(style):
 
 
 @pytest.mark.parametrize("style", STYLES[: 1 + FULL])
-def test_a_kept_program_does_what_a_new_one_does(world, style):
-    assert world(kinds_in_turns, 2, style=style) == [[1, 2, 2, 3, 3, 4, 4]] * 2
+@pytest.mark.parametrize("most", [0, assembly.MOST_HANDED_OVER], ids=["computes nothing meanwhile", "forward"])
+def test_a_kept_program_does_what_a_new_one_does(world, style, most):
+    assert world(limited, 2, style=style, most=most) == [[1, 2, 2, 3, 3, 4, 4]] * 2
 
 
 def masked_step(model, optimizer, batch):
