@@ -77,7 +77,7 @@ def kinds_in_turns(style):
 
 
 @pytest.mark.parametrize("style", STYLES[: 1 + FULL])
-@pytest.mark.parametrize("most", [0, assembly.MOST_HANDED_OVER], ids=["computes nothing meanwhile", "forward"])
+@pytest.mark.parametrize("most", [assembly.MOST_HANDED_OVER, 0][: 1 + FULL])
 def test_a_kept_program_does_what_a_new_one_does(world, style, most):
     assert world(limited, 2, style=style, most=most) == [[1, 2, 2, 3, 3, 4, 4]] * 2
 
