@@ -28,6 +28,7 @@ class Assembly:
 
     Args:
         compiled: returns the function of a part; it takes the graph's attributes, and tensors like the inputs.
+        takes_inputs: whether it needs them; if not, it is given none.
         whole: the trace that the graph was made from.
         units, flats: fully sharded parameters, and the nodes of their gradients.
         comparison: of programs, where ranks compare them.
@@ -36,6 +37,7 @@ class Assembly:
     def __init__(
         self,
         compiled: Callable[[GraphSegment, nn.Module, Sequence[torch.Tensor]], Function],
+        takes_inputs: bool,
         call: StepArguments,
         tree: Tree,
         whole: Trace,
@@ -45,19 +47,19 @@ class Assembly:
         comparison: Comparison | None,
     ) -> None:
         self.compiled, self.call, self.tree, self.whole, self.graph = compiled, call, tree, whole, graph
-        self.units, self.flats, self.comparison = units, flats, comparison
+        self.units, self.flats, self.comparison, self.takes_inputs = units, flats, comparison, takes_inputs
         inside = {i for unit in units for i in unit.params}
         held = [h.tensor for h in tree.held]
         self.static: dict[int, Any] = {i: local_of(x) for i, x in enumerate(held) if i not in inside}
         self.batch, self.shards = len(held), len(held) + len(call.tensors)
-        self.values: dict[int, Any] = dict(self.static)  # tensors like those in the slots
-        self.values |= {self.batch + i: x for i, x in enumerate(self.call.tensors)}
-        self.values |= {self.shards + i: unit.group.shard for i, unit in enumerate(self.units)}
+        given = [*self.static.values(), *call.tensors, *(unit.group.shard for unit in units)]
+        # tensors like what nodes return, if they are needed to compile
+        self.values: dict[Node, Any] = dict(zip((n for n in graph.nodes if n.op == "placeholder"), given, strict=True))
         self._split(overlaps=True)
-        if self.segments.start is not None:
+        if self.segments.start is not None and takes_inputs:
             for segment in self.segments.start:
                 self._keep_outputs(segment)
-            handed_over = [self.values[self.slot[x]] for x in self.segments.start[1].outputs]
+            handed_over = [self.values[x] for x in self.segments.start[1].outputs]
             if sum(x.numel() * x.element_size() for x in handed_over) > MOST_HANDED_OVER:
                 self._split(overlaps=False)
 
@@ -74,15 +76,16 @@ class Assembly:
 
     def _keep_outputs(self, segment: GraphSegment) -> None:
         """Keep tensors like the outputs of a part, to compile those behind it."""
-        made = empty_outputs(segment, self.whole.graph, [self.values[self.slot[x]] for x in segment.inputs])
-        self.values |= {self.slot[x]: empty for x, empty in zip(segment.outputs, made, strict=True)}
+        made = empty_outputs(segment, self.whole.graph, [self.values[x] for x in segment.inputs])
+        self.values |= dict(zip(segment.outputs, made, strict=True))
 
     def program(self) -> Program:
         start = None
         if self.segments.start is not None and self.comparison is not None:
             counted = self._part(self.segments.start[0], lambda segment, attributes, _: eager(segment, attributes, {}))
             sums = [(self.slot[part], self.slot[total]) for part, total in self.segments.sums]
-            self.values |= {total: self.values[part] for part, total in sums}
+            if self.takes_inputs:
+                self.values |= {total: self.values[part] for part, total in self.segments.sums}
             local = self._part(self.segments.start[1], self.compiled)
             start = ProgramStart(self.comparison, counted, local, sums)
         blocks = [self._part(segment, self.compiled) for segment in self.segments.others]
@@ -105,9 +108,9 @@ class Assembly:
     def _part(
         self, segment: GraphSegment, compiled: Callable[[GraphSegment, nn.Module, Sequence[torch.Tensor]], Function]
     ) -> ProgramPart:
-        inputs = [self.values[self.slot[x]] for x in segment.inputs]
+        inputs = [self.values[x] for x in segment.inputs] if self.takes_inputs else []
         function = compiled(segment, self.whole.graph, inputs)
-        if segment is not self.segments.others[-1]:
+        if self.takes_inputs and segment is not self.segments.others[-1]:
             self._keep_outputs(segment)
         step, grads = None, None
         if segment.step is not None:

@@ -197,7 +197,8 @@ class Builder:
         inputs += [(f"shard of {unit.name or 'the root'}", unit.group.shard) for unit in units]
         self.last = Built(local, part, whole.graph, inputs, named)
         comparison = Comparison(data.whole, digest) if compares_programs(data.whole) else None
-        return Assembly(partial(self._function, named), call, tree, whole, graph, units, flats, comparison).program()
+        function, takes_inputs = partial(self._function, named), self.backend != "eager"
+        return Assembly(function, takes_inputs, call, tree, whole, graph, units, flats, comparison).program()
 
     @torch.no_grad()
     def _send_values(self, held: Iterable[Held], group: Group) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from shardtensor.comm.process_group import as_group
 from shardtensor.spmd import assembly
 from shardtensor.spmd.comparison import NO_PROGRAM, SUMS, Comparison, OtherProgram
+from shardtensor.spmd.segments import split
 
 
 def sums_of_numbers(programs):
@@ -48,8 +49,9 @@ def drawing():
     return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Linear(6, 3))
 
 
-def limited(style, most):
-    with mock.patch.object(assembly, "MOST_HANDED_OVER", most):
+def kinds_without_overlap(style):
+    """As in large steps: nothing is computed while ranks compare programs."""
+    with mock.patch.object(assembly, "split", lambda graph, also, group, _: split(graph, also, group, overlaps=False)):
         return kinds_in_turns(style)
 
 
@@ -77,9 +79,9 @@ def kinds_in_turns(style):
 
 
 @pytest.mark.parametrize("style", STYLES[: 1 + FULL])
-@pytest.mark.parametrize("most", [assembly.MOST_HANDED_OVER, 0][: 1 + FULL])
-def test_a_kept_program_does_what_a_new_one_does(world, style, most):
-    assert world(limited, 2, style=style, most=most) == [[1, 2, 2, 3, 3, 4, 4]] * 2
+@pytest.mark.parametrize("run", [kinds_in_turns, kinds_without_overlap][: 1 + FULL])
+def test_a_kept_program_does_what_a_new_one_does(world, style, run):
+    assert world(run, 2, style=style) == [[1, 2, 2, 3, 3, 4, 4]] * 2
 
 
 def masked_step(model, optimizer, batch):
