@@ -58,7 +58,7 @@ def _model(case: Case, dim: int) -> Callable[[], nn.Module]:
 
 
 def _chosen() -> list[Any]:
-    """A quarter of the cases in one spread, in turns; all in all of them in a full run."""
+    """An eighth of the cases in one spread, in turns; all in all of them in a full run."""
     return [
         pytest.param(name, spread, id=f"{name}-{spread}")
         for name in CASES
