@@ -141,7 +141,9 @@ def ours_compiled(case: Case, graphed: bool = False) -> tuple[Step, Any]:
     module = case.sharded(st.fully_shard, MixedPrecisionPolicy) if is_sharded else case.model()
     optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
     cache = None if graphed else case.cache
-    mode = DataParallel(case.style, keep_mib=math.inf if case.keeps else 64)
+    mode = DataParallel(case.style)
+    if case.keeps:
+        mode = attrs.evolve(mode, keep_mib=math.inf)
     compiled = compile(parallel_mode=mode, graphed=graphed, cache_dir=cache)(case.step())
     return partial(compiled, module, optimizer), compiled
 

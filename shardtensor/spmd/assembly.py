@@ -76,8 +76,9 @@ class Assembly:
 
     def _keep_outputs(self, segment: GraphSegment) -> None:
         """Keep tensors like the outputs of a part, to compile those behind it."""
-        made = empty_outputs(segment, self.whole.graph, [self.values[x] for x in segment.inputs])
-        self.values |= dict(zip(segment.outputs, made, strict=True))
+        if not all(x in self.values for x in segment.outputs):  # those of the start are made before it is compiled
+            made = empty_outputs(segment, self.whole.graph, [self.values[x] for x in segment.inputs])
+            self.values |= dict(zip(segment.outputs, made, strict=True))
 
     def program(self) -> Program:
         start = None

@@ -80,7 +80,7 @@ def split(graph: fx.Graph, also: Sequence[Node] = (), group: str | None = None, 
             number[node] = 2 + len(steps)
             # Results are reduced at the end of the graph; they need no later parameters.
             if all(x.op == "call_function" for x in node.all_input_nodes) and not _has_effect(node):
-                number[node] = max((2, *(number[x] for x in node.all_input_nodes)))
+                number[node] = max(2, max((number[x] for x in node.all_input_nodes), default=number[node]))
         if node.target is STEPPED:
             steps.append(node)
     output = next(node for node in graph.nodes if node.op == "output")
