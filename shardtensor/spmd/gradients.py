@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from shardtensor.rules.batch import PARTIAL, BatchMode, BatchValue
-from shardtensor.spmd.markers import GRADIENT, Node, number_dtype
+from shardtensor.spmd.markers import GRADIENT, Node, summed_dtype
 from shardtensor.spmd.sizes import BatchPart
 
 aten: Any = torch.ops.aten
@@ -107,9 +107,7 @@ def _only_returned(
     return [
         node
         for node in graph.nodes
-        if node.target is c10d.all_reduce.default
-        and node.args[1:] == ("sum", group)
-        and number_dtype(node.args[0]) == dtype
+        if summed_dtype(node, group) == dtype
         and place[node.args[0]] <= place[last]
         and all(user.op == "output" for wait in node.users for user in wait.users)
     ]

@@ -18,6 +18,12 @@ def number_dtype(node: Node) -> torch.dtype | None:
     return found
 
 
+def summed_dtype(node: Node, group: str) -> torch.dtype | None:
+    """Return the dtype of the single numbers that a node adds up over the ranks of a group; None for another node."""
+    is_sum = node.target is torch.ops._c10d_functional.all_reduce.default and node.args[1:] == ("sum", group)
+    return number_dtype(node.args[0]) if is_sum else None
+
+
 def is_scaled(node: Node) -> bool:
     """Whether a value is another one, multiplied by a constant."""
     return node.target is torch.ops.aten.mul.Tensor and not isinstance(node.args[1], torch.fx.Node)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from shardtensor.spmd.comparison import SUMS
-from shardtensor.spmd.markers import CHECKS, GRADIENT, STEPPED, Node, is_scaled, number_dtype
+from shardtensor.spmd.markers import CHECKS, GRADIENT, STEPPED, Node, is_scaled, summed_dtype
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
@@ -142,9 +142,7 @@ def _ancestors(nodes: Iterable[Node]) -> set[Node]:
 
 def _is_sum_of_batch(node: Node, group: str) -> bool:
     """Whether a node adds up single numbers that the ranks of a group compute from their batches alone."""
-    if node.target is not c10d.all_reduce.default or node.args[1:] != ("sum", group):
-        return False
-    dtype = number_dtype(node.args[0])
+    dtype = summed_dtype(node, group)
     return dtype is not None and not dtype.is_complex and _is_of_batch(node)
 
 
